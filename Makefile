@@ -1,0 +1,32 @@
+# make demo    the main job on real input: two gateways, a real S3 server, one node lost, everything compared
+# make test    all checks and tests            make lint   ruff, mypy, import-linter
+# make bench   figures as ratios               make clean  what these targets made
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := proto/forebay_wire/v1/gateway.proto proto/forebay_wire/v1/admin.proto
+
+.PHONY: demo test lint bench protos docs clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+protos: $(VENV)/.installed
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --mypy_out=proto --mypy_grpc_out=proto $(PROTOS)
+
+clean:
+	rm -rf $(VENV) .demo .bench dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

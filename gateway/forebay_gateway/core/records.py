@@ -1,0 +1,142 @@
+"""What the catalog keeps, as immutable rows. Sizes are bytes.
+
+Owns the shapes. How rows are keyed and indexed is catalog/schema; how states move is core/states. Fields are only ever
+appended, with a default: rows are stored as arrays.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from forebay_gateway.core.states import CopyState, ShardState
+
+
+class ShardKey(NamedTuple):
+    """Names a shard on this node; both numbers are this catalog's own and stand in the cache file's path."""
+
+    session_id: int
+    shard_id: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all rows."""
+
+
+class PublishState(StrEnum):
+    """A session on one tier."""
+
+    PENDING = "pending"
+    COMPLETE = "complete"  # manifest.json on the tier names this session
+    SUPERSEDED = "superseded"  # manifest.json names a newer session of the same step
+
+
+class PartState(StrEnum):
+    """A writer's part on this node."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+
+
+class Origin(StrEnum):
+    """Where a session's rows come from."""
+
+    LOCAL = "local"  # written through this gateway
+    TIER = "tier"  # adopted from a manifest on a tier, to be restored here
+
+
+class CheckpointRow(Row, frozen=True, array_like=True):
+    """A (run, step): its sessions in the order in which they were opened here."""
+
+    run: str
+    step: int
+    session_ids: tuple[int, ...] = ()
+    pinned: bool = False
+    deleting: bool = False
+
+
+class SessionRow(Row, frozen=True, array_like=True):
+    """One session of one checkpoint."""
+
+    id: int
+    run: str
+    step: int
+    session: str
+    writers: int
+    origin: Origin = Origin.LOCAL
+    commit_seq: int = 0  # of the newest part committed here; 0 before the first
+    publish: dict[str, PublishState] = {}  # by tier name
+    known_parts: dict[int, str] = {}  # writer: node, for parts durable elsewhere, as seen on a tier
+    predecessors: tuple[str, ...] = ()  # sessions whose manifest stood on a tier when this one began
+    reason: str = ""  # why it cannot complete, where that is known
+
+
+class PartRow(Row, frozen=True, array_like=True):
+    """One writer's part on this node."""
+
+    session_id: int
+    writer: int
+    state: PartState = PartState.OPEN
+    metadata_json: str = ""
+    commit_seq: int = 0
+    shard_count: int = 0
+    size: int = 0
+    recorded: tuple[str, ...] = ()  # tiers on which its part record lies
+
+
+class ShardRow(Row, frozen=True, array_like=True):
+    """One shard. The chunk CRC table is kept apart (it is long and rarely needed)."""
+
+    session_id: int
+    shard_id: int
+    writer: int
+    name: str
+    size: int
+    chunk_size: int
+    crc32c: int
+    state: ShardState
+    disk_size: int  # of the cache file, footer and padding included; 0 where there is none
+
+    @property
+    def key(self) -> ShardKey:
+        """The shard's key."""
+        return ShardKey(self.session_id, self.shard_id)
+
+
+class CopyRow(Row, frozen=True, array_like=True):
+    """One shard on one tier."""
+
+    state: CopyState
+    attempts: int = 0
+    error: str = ""
+    tag: str = ""  # the tier's version of the object
+
+
+class UploadRow(Row, frozen=True, array_like=True):
+    """A multipart upload (or temporary file) that was begun; recorded before its first part."""
+
+    key: str
+    upload_id: str
+
+
+class PendingCopy(NamedTuple):
+    """An entry of the drain queue."""
+
+    order: int  # commit_seq of its part: older first
+    key: ShardKey
+
+
+class TierTotals(NamedTuple):
+    """What the queue of one tier holds."""
+
+    copies: int
+    size: int
+
+
+class Totals(NamedTuple):
+    """Running sums over the whole catalog."""
+
+    used: int  # disk_size of all cache files that have a row
+    dirty: int  # of those, SEALED: not yet safe on every required tier
+    shards: int
+    tiers: dict[str, TierTotals]

@@ -1,0 +1,298 @@
+"""The JSON documents that lie beside the shards: a writer's part record and the checkpoint's manifest.
+
+Owns their format, version 1. A part record says that one writer's shards are there; a manifest says that the checkpoint is
+complete, and carries all that a reader needs to check every byte. Both carry a CRC32C over themselves.
+
+A document is a JSON object; "crc32c" is the CRC32C (8 hex digits) of the same object without that key, serialized with sorted
+keys and without white space, as UTF-8. "chunks" is base64 of the chunk CRCs, each 4 bytes little-endian.
+"""
+
+import base64
+import binascii
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay_wire.checksums import crc32c, crc32c_of_chunks
+from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
+
+FORMAT_VERSION = 1
+MIN_CHUNK_SIZE = 64 << 10
+MAX_CHUNK_SIZE = 64 << 20
+
+
+class ManifestError(ValueError):
+    """A document that is damaged, or of a version this code does not read."""
+
+
+def pack_chunk_crcs(crcs: Iterable[int]) -> bytes:
+    """Chunk CRCs as they lie on disk: 4 bytes little-endian each."""
+    table = array("I", crcs)
+    if sys.byteorder == "big":
+        table.byteswap()
+    return table.tobytes()
+
+
+def unpack_chunk_crcs(table: bytes) -> array[int]:
+    """The inverse of pack_chunk_crcs."""
+    crcs = array("I")
+    crcs.frombytes(table)
+    if sys.byteorder == "big":
+        crcs.byteswap()
+    return crcs
+
+
+def chunk_count(size: int, chunk_size: int) -> int:
+    """Chunks in a shard of `size` bytes; an empty shard has none."""
+    return -(-size // chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One shard: name, size in bytes, CRC32C, and the packed CRC32C table of its chunks."""
+
+    name: str
+    size: int
+    crc32c: int
+    chunk_size: int
+    chunks: bytes = field(repr=False)
+
+    def check(self) -> None:
+        """Raise ManifestError unless name, sizes and checksums agree with each other."""
+        try:
+            check_shard_name(self.name)
+        except InvalidName as error:
+            raise ManifestError(str(error)) from error
+        if not MIN_CHUNK_SIZE <= self.chunk_size <= MAX_CHUNK_SIZE or self.chunk_size & (self.chunk_size - 1):
+            raise ManifestError(f"shard {self.name!r}: chunk size {self.chunk_size} is no power of two in range")
+        if self.size < 0 or len(self.chunks) != 4 * chunk_count(self.size, self.chunk_size):
+            raise ManifestError(f"shard {self.name!r}: the chunk table does not fit the size {self.size}")
+        if crc32c_of_chunks(unpack_chunk_crcs(self.chunks), self.chunk_size, self.size) != self.crc32c:
+            raise ManifestError(f"shard {self.name!r}: chunk CRCs do not combine to the shard's CRC")
+
+    def chunk_crcs(self) -> array[int]:
+        """CRC32C of each chunk, in order."""
+        return unpack_chunk_crcs(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """All shards of one writer, put and verified."""
+
+    run: str
+    step: int
+    session: str
+    writer: int
+    writers: int
+    node: str
+    shards: tuple[ShardEntry, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The record as a document."""
+        return _seal(
+            {
+                "format": "forebay.part",
+                "version": FORMAT_VERSION,
+                "run": self.run,
+                "step": self.step,
+                "session": self.session,
+                "writer": self.writer,
+                "writers": self.writers,
+                "node": self.node,
+                "metadata": self.metadata,
+                "shards": [_shard_to_json(shard) for shard in self.shards],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, document: bytes) -> "PartRecord":
+        """Parse and check a document; raises ManifestError."""
+        body = _open(document, "forebay.part")
+        try:
+            part = cls(
+                run=check_run(body["run"]),
+                step=check_step(body["step"]),
+                session=check_session(body["session"]),
+                writer=_unsigned(body["writer"]),
+                writers=_unsigned(body["writers"]),
+                node=_text(body["node"]),
+                shards=tuple(_shard_from_json(shard) for shard in body["shards"]),
+                metadata=_object(body["metadata"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestError(f"part record: {_clause(error)}") from error
+        if part.writer >= part.writers:
+            raise ManifestError(f"part record: writer {part.writer} of {part.writers}")
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete checkpoint: every part of one session."""
+
+    run: str
+    step: int
+    session: str
+    writers: int
+    node: str
+    parts: tuple[PartRecord, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[PartRecord], node: str) -> "Manifest":
+        """Join the parts of one session; raises ManifestError where they do not make one whole checkpoint."""
+        ordered = tuple(sorted(parts, key=lambda part: part.writer))
+        if not ordered:
+            raise ManifestError("a manifest needs at least one part")
+        first = ordered[0]
+        manifest = cls(first.run, first.step, first.session, first.writers, node, ordered, first.metadata)
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise ManifestError unless the parts make one whole checkpoint with distinct shard names."""
+        if [part.writer for part in self.parts] != list(range(self.writers)):
+            raise ManifestError(f"manifest: parts do not cover writers 0 to {self.writers - 1}")
+        seen: dict[str, int] = {}
+        for part in self.parts:
+            if (part.run, part.step, part.session, part.writers) != (self.run, self.step, self.session, self.writers):
+                raise ManifestError(f"manifest: part {part.writer} belongs to another checkpoint or session")
+            for shard in part.shards:
+                if shard.name in seen:
+                    raise ManifestError(f"manifest: writers {seen[shard.name]} and {part.writer} both put {shard.name!r}")
+                seen[shard.name] = part.writer
+
+    def shards(self) -> Iterator[tuple[int, ShardEntry]]:
+        """(writer, shard) of every part."""
+        for part in self.parts:
+            for shard in part.shards:
+                yield part.writer, shard
+
+    def to_json(self) -> bytes:
+        """The manifest as a document."""
+        return _seal(
+            {
+                "format": "forebay.manifest",
+                "version": FORMAT_VERSION,
+                "run": self.run,
+                "step": self.step,
+                "session": self.session,
+                "writers": self.writers,
+                "node": self.node,
+                "metadata": self.metadata,
+                "parts": [
+                    {
+                        "writer": part.writer,
+                        "node": part.node,
+                        "shards": [_shard_to_json(shard) for shard in part.shards],
+                    }
+                    for part in self.parts
+                ],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, document: bytes) -> "Manifest":
+        """Parse and check a document; raises ManifestError."""
+        body = _open(document, "forebay.manifest")
+        try:
+            run, step = check_run(body["run"]), check_step(body["step"])
+            session, writers = check_session(body["session"]), _unsigned(body["writers"])
+            metadata = _object(body["metadata"])
+            parts = tuple(
+                PartRecord(
+                    run=run,
+                    step=step,
+                    session=session,
+                    writer=_unsigned(part["writer"]),
+                    writers=writers,
+                    node=_text(part["node"]),
+                    shards=tuple(_shard_from_json(shard) for shard in part["shards"]),
+                    metadata=metadata if index == 0 else {},
+                )
+                for index, part in enumerate(body["parts"])
+            )
+            manifest = cls(run, step, session, writers, _text(body["node"]), parts, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestError(f"manifest: {_clause(error)}") from error
+        manifest.check()
+        return manifest
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    return _canonical({**body, "crc32c": f"{crc32c(_canonical(body)):08x}"})
+
+
+def _open(document: bytes, expected_format: str) -> dict[str, Any]:
+    try:
+        body = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"not JSON: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != expected_format:
+        raise ManifestError(f"not a {expected_format} document")
+    if body.get("version") != FORMAT_VERSION:
+        raise ManifestError(f"{expected_format} version {body.get('version')!r}; this release reads {FORMAT_VERSION}")
+    try:
+        expected = body.pop("crc32c", None)
+        actual = f"{crc32c(_canonical(body)):08x}"
+    except (ValueError, UnicodeEncodeError) as error:
+        raise ManifestError(f"{expected_format}: {error}") from error
+    if expected != actual:
+        raise ManifestError(f"{expected_format}: damaged, its checksum is {actual} and should be {expected}")
+    return body
+
+
+def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
+    return {
+        "name": shard.name,
+        "size": shard.size,
+        "crc32c": f"{shard.crc32c:08x}",
+        "chunk_size": shard.chunk_size,
+        "chunks": base64.b64encode(shard.chunks).decode("ascii"),
+    }
+
+
+def _shard_from_json(body: dict[str, Any]) -> ShardEntry:
+    try:
+        chunks = base64.b64decode(body["chunks"], validate=True)
+    except binascii.Error as error:
+        raise ManifestError(f"chunk table: {error}") from error
+    shard = ShardEntry(
+        name=body["name"],
+        size=_unsigned(body["size"]),
+        crc32c=int(body["crc32c"], 16),
+        chunk_size=_unsigned(body["chunk_size"]),
+        chunks=chunks,
+    )
+    shard.check()
+    return shard
+
+
+def _unsigned(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ManifestError(f"{value!r} is not an unsigned integer")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ManifestError(f"{value!r} is not text")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ManifestError(f"{value!r} is not an object")
+    return value
+
+
+def _clause(error: Exception) -> str:
+    return f"key {error} is missing" if isinstance(error, KeyError) else str(error)
