@@ -4,7 +4,7 @@ Owns the kinds that travel to clients (rpc/status maps each to a gRPC code) and 
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ForebayError(Exception):
 
     kind: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, **details: object) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **details: Any) -> None:
         self.sentence = message
         self.details = details
         self.retry_after_s = retry_after_s
@@ -51,7 +51,7 @@ class Incomplete(ForebayError):
 
     kind = "incomplete"
 
-    def __init__(self, message: str, *, missing: tuple[MissingPart, ...] = (), **details: object) -> None:
+    def __init__(self, message: str, *, missing: tuple[MissingPart, ...] = (), **details: Any) -> None:
         super().__init__(message, **details)
         self.missing = missing
 
@@ -105,7 +105,7 @@ class ErrorRecord:
     kind: str
     message: str
     retry_after_s: float | None = None
-    details: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 _BY_KIND: dict[str, type[ForebayError]] = {

@@ -1,0 +1,1 @@
+"""The client: save checkpoints to a gateway, restore them from anywhere."""
