@@ -1,6 +1,7 @@
 # make demo    the main job on real input: two gateways, a real S3 server, one node lost, everything compared
 # make test    all checks and tests            make lint   ruff, mypy, import-linter
 # make bench   figures as ratios               make clean  what these targets made
+# make protos  stubs from the .proto files     make docs   README's table from the code
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +18,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed
+	bash -n .ci/run
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -27,6 +29,9 @@ protos: $(VENV)/.installed
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --mypy_out=proto --mypy_grpc_out=proto $(PROTOS)
 
+docs: $(VENV)/.installed
+	$(BIN)/python tests/core/test_docs.py
+
 clean:
-	rm -rf $(VENV) .demo .bench dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .demo .bench dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,1 +1,97 @@
-"""The client: save checkpoints to a gateway, restore them from anywhere."""
+"""The client: save checkpoints to a gateway, restore them from anywhere.
+
+Errors and records are here at once; Client and AsyncClient bring gRPC with them and are loaded when first asked for, so that
+a training script that only catches `forebay.ForebayError` pays nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from forebay.errors import (
+    AlreadyExists,
+    CacheFull,
+    Corrupt,
+    DeadlineExceeded,
+    ForebayError,
+    Incomplete,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    Unsupported,
+)
+from forebay.types import (
+    Checkpoint,
+    CommitReceipt,
+    Deletion,
+    Level,
+    Missing,
+    Pressure,
+    Receipt,
+    RestoreSummary,
+    Run,
+    SaveSummary,
+    Shard,
+    TierBacklog,
+    WaitProgress,
+)
+
+if TYPE_CHECKING:
+    from forebay.aio import AsyncCheckpointWriter, AsyncClient, AsyncReader
+    from forebay.api import Client
+    from forebay.reader import Reader
+    from forebay.writer import CheckpointWriter
+
+__all__ = [
+    "AlreadyExists",
+    "AsyncCheckpointWriter",
+    "AsyncClient",
+    "AsyncReader",
+    "CacheFull",
+    "Checkpoint",
+    "CheckpointWriter",
+    "Client",
+    "CommitReceipt",
+    "Corrupt",
+    "DeadlineExceeded",
+    "Deletion",
+    "ForebayError",
+    "Incomplete",
+    "InvalidArgument",
+    "Level",
+    "Missing",
+    "NotFound",
+    "PermissionDenied",
+    "Pressure",
+    "Reader",
+    "Receipt",
+    "RestoreSummary",
+    "Run",
+    "SaveSummary",
+    "Shard",
+    "TierBacklog",
+    "Unavailable",
+    "Unsupported",
+    "WaitProgress",
+    "__version__",
+]
+
+_LAZY = {
+    "AsyncCheckpointWriter": "forebay.aio",
+    "AsyncClient": "forebay.aio",
+    "AsyncReader": "forebay.aio",
+    "CheckpointWriter": "forebay.writer",
+    "Client": "forebay.api",
+    "Reader": "forebay.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("forebay")
+    raise AttributeError(f"module 'forebay' has no attribute {name!r}")

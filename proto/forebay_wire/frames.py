@@ -121,6 +121,8 @@ def _decode_chunk(outer_tag: int, message: bytes) -> ChunkFrame | None:
         offset = crc32c = 0
         if at < end and view[at] == _OFFSET_TAG:
             offset, at = _read_varint(view, at + 1)
+            if offset >= 1 << 64:  # ten bytes hold 70 bits; what the runtime makes of those is its business
+                return None
         if at < end and view[at] == _CRC_TAG:
             (crc32c,) = _U32.unpack_from(view, at + 1)
             at += 5
@@ -129,7 +131,7 @@ def _decode_chunk(outer_tag: int, message: bytes) -> ChunkFrame | None:
         if view[at] != _DATA_TAG:
             return None
         length, at = _read_varint(view, at + 1)
-        if at + length != end or offset >= 1 << 64:
+        if at + length != end:
             return None
         return ChunkFrame(offset, crc32c, view[at:])
     except (IndexError, struct_error):

@@ -36,7 +36,7 @@ def pack_chunk_crcs(crcs: Iterable[int]) -> bytes:
     return table.tobytes()
 
 
-def unpack_chunk_crcs(table: bytes) -> array[int]:
+def unpack_chunk_crcs(table: bytes) -> "array[int]":
     """The inverse of pack_chunk_crcs."""
     crcs = array("I")
     crcs.frombytes(table)
@@ -73,7 +73,7 @@ class ShardEntry:
         if crc32c_of_chunks(unpack_chunk_crcs(self.chunks), self.chunk_size, self.size) != self.crc32c:
             raise ManifestError(f"shard {self.name!r}: chunk CRCs do not combine to the shard's CRC")
 
-    def chunk_crcs(self) -> array[int]:
+    def chunk_crcs(self) -> "array[int]":
         """CRC32C of each chunk, in order."""
         return unpack_chunk_crcs(self.chunks)
 
@@ -114,13 +114,13 @@ class PartRecord:
         body = _open(document, "forebay.part")
         try:
             part = cls(
-                run=check_run(body["run"]),
+                run=check_run(_text(body["run"])),
                 step=check_step(body["step"]),
-                session=check_session(body["session"]),
+                session=check_session(_text(body["session"])),
                 writer=_unsigned(body["writer"]),
                 writers=_unsigned(body["writers"]),
                 node=_text(body["node"]),
-                shards=tuple(_shard_from_json(shard) for shard in body["shards"]),
+                shards=tuple(_shard_from_json(shard) for shard in _list(body["shards"])),
                 metadata=_object(body["metadata"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -155,7 +155,8 @@ class Manifest:
 
     def check(self) -> None:
         """Raise ManifestError unless the parts make one whole checkpoint with distinct shard names."""
-        if [part.writer for part in self.parts] != list(range(self.writers)):
+        # The count first: a document may claim any number of writers.
+        if len(self.parts) != self.writers or any(part.writer != index for index, part in enumerate(self.parts)):
             raise ManifestError(f"manifest: parts do not cover writers 0 to {self.writers - 1}")
         seen: dict[str, int] = {}
         for part in self.parts:
@@ -200,8 +201,8 @@ class Manifest:
         """Parse and check a document; raises ManifestError."""
         body = _open(document, "forebay.manifest")
         try:
-            run, step = check_run(body["run"]), check_step(body["step"])
-            session, writers = check_session(body["session"]), _unsigned(body["writers"])
+            run, step = check_run(_text(body["run"])), check_step(body["step"])
+            session, writers = check_session(_text(body["session"])), _unsigned(body["writers"])
             metadata = _object(body["metadata"])
             parts = tuple(
                 PartRecord(
@@ -211,10 +212,10 @@ class Manifest:
                     writer=_unsigned(part["writer"]),
                     writers=writers,
                     node=_text(part["node"]),
-                    shards=tuple(_shard_from_json(shard) for shard in part["shards"]),
+                    shards=tuple(_shard_from_json(shard) for shard in _list(part["shards"])),
                     metadata=metadata if index == 0 else {},
                 )
-                for index, part in enumerate(body["parts"])
+                for index, part in enumerate(_list(body["parts"]))
             )
             manifest = cls(run, step, session, writers, _text(body["node"]), parts, metadata)
         except (KeyError, TypeError, ValueError) as error:
@@ -266,7 +267,7 @@ def _shard_from_json(body: dict[str, Any]) -> ShardEntry:
     except binascii.Error as error:
         raise ManifestError(f"chunk table: {error}") from error
     shard = ShardEntry(
-        name=body["name"],
+        name=_text(body["name"]),
         size=_unsigned(body["size"]),
         crc32c=int(body["crc32c"], 16),
         chunk_size=_unsigned(body["chunk_size"]),
@@ -291,6 +292,12 @@ def _text(value: Any) -> str:
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ManifestError(f"{value!r} is not an object")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ManifestError(f"{value!r} is not a list")
     return value
 
 

@@ -22,8 +22,8 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_dirs(path: Path, root: Path) -> None:
-    """Create `path` below `root` (which exists), every new entry durable."""
+def make_dirs(path: Path, root: Path, mode: int = 0o777) -> None:
+    """Create `path` below `root` (which exists), every new entry durable. What was there already is not synced again."""
     missing = []
     at = path
     while at != root and not at.is_dir():
@@ -31,7 +31,7 @@ def make_dirs(path: Path, root: Path) -> None:
         at = at.parent
     for directory in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            directory.mkdir()
+            directory.mkdir(mode)
         sync_dir(directory.parent)
 
 
@@ -57,8 +57,8 @@ def write_temp(directory: Path, data: bytes, tag: str) -> Path:
 def replace_file(path: Path, data: bytes, tag: str) -> None:
     """Whole new content or the old one, durable when it returns."""
     temp = write_temp(path.parent, data, tag)
-    failpoints.hit("durable.before_rename")
     try:
+        failpoints.hit("durable.before_rename")
         os.replace(temp, path)
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -70,8 +70,8 @@ def replace_file(path: Path, data: bytes, tag: str) -> None:
 def create_file(path: Path, data: bytes, tag: str) -> None:
     """Whole content under a name that nobody had, atomically; raises FileExistsError and changes nothing otherwise."""
     temp = write_temp(path.parent, data, tag)
-    failpoints.hit("durable.before_link")
     try:
+        failpoints.hit("durable.before_link")
         os.link(temp, path)
     finally:
         temp.unlink(missing_ok=True)

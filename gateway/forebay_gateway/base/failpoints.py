@@ -1,14 +1,17 @@
 """Named places between two durable acts, where a test can kill, fail or stop the process.
 
 Off unless FOREBAY_FAILPOINTS is set when the process starts: "name=kill", "name=error:EIO", "name=3*kill" (at the third pass),
-"name=sleep:2.5"; several joined with ';'. Off, a hit costs one look at an empty dictionary.
+"name=all*error:ENOSPC" (at every pass), "name=sleep:2.5"; several joined with ';'. Without a count it acts at the first pass
+only. A text that makes no sense fails at start. Off, a hit costs one look at an empty dictionary.
 """
 
+import contextlib
 import errno
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 ENVIRONMENT = "FOREBAY_FAILPOINTS"
 
@@ -16,25 +19,32 @@ ENVIRONMENT = "FOREBAY_FAILPOINTS"
 class _Point:
     def __init__(self, text: str) -> None:
         count, star, action = text.partition("*")
-        self.remaining = int(count) if star else 1
-        self.action = action if star else text
+        self.always = bool(star) and count == "all"
+        self.remaining = int(count) if star and not self.always else 1
+        self.verb, _, argument = (action if star else text).partition(":")
+        self.number, self.delay_s = 0, 0.0
+        if self.verb == "error":
+            self.number = getattr(errno, argument)
+        elif self.verb == "sleep":
+            self.delay_s = float(argument)
+        elif self.verb != "kill":
+            raise ValueError(f"unknown failpoint action {text!r}")
         self.lock = threading.Lock()
 
-    def fire(self) -> None:
+    def _due(self) -> bool:
         with self.lock:
             self.remaining -= 1
-            if self.remaining != 0:
-                return
-        verb, _, argument = self.action.partition(":")
-        if verb == "kill":
+            return self.always or self.remaining == 0
+
+    def fire(self) -> None:
+        if not self._due():
+            return
+        if self.verb == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif verb == "error":
-            number = getattr(errno, argument)
-            raise OSError(number, f"failpoint: {os.strerror(number)}")
-        elif verb == "sleep":
-            time.sleep(float(argument))
+        elif self.verb == "error":
+            raise OSError(self.number, f"failpoint: {os.strerror(self.number)}")
         else:
-            raise ValueError(f"unknown failpoint action {self.action!r}")
+            time.sleep(self.delay_s)
 
 
 def _parse(text: str) -> dict[str, _Point]:
@@ -52,3 +62,16 @@ def hit(name: str) -> None:
     """Pass the place `name`."""
     if _points and (point := _points.get(name)) is not None:
         point.fire()
+
+
+@contextlib.contextmanager
+def armed(text: str) -> Iterator[None]:
+    """For tests inside one process: these failpoints, and no others, while the block runs."""
+    before = dict(_points)
+    _points.clear()
+    _points.update(_parse(text))
+    try:
+        yield
+    finally:
+        _points.clear()
+        _points.update(before)

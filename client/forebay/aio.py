@@ -1,0 +1,275 @@
+"""AsyncClient: the verbs of Client, with await.
+
+Owns threads and cancellation: the same code runs on threads, and when the awaiting task is cancelled the RPC under way is ended
+and the call returns only after the thread has let go of the caller's data. Does not own anything about the verbs themselves.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from forebay import cancel
+from forebay.api import Client
+from forebay.reader import Reader
+from forebay.types import (
+    Checkpoint,
+    CommitReceipt,
+    Deletion,
+    Pressure,
+    Receipt,
+    RestoreSummary,
+    Run,
+    SaveSummary,
+    Shard,
+    Status,
+    WaitProgress,
+)
+from forebay.waiting import OnProgress
+from forebay.writer import CheckpointWriter
+
+# Threads of an AsyncClient. Each operation under way takes one, a wait as long as it lasts.
+ASYNC_OPERATIONS_MAX = 64
+
+_Result = TypeVar("_Result")
+
+
+class AsyncClient:
+    """Client with await: same verbs, same arguments. Cancelling an awaiting task ends the RPC under way.
+
+    Up to ASYNC_OPERATIONS_MAX operations run at once; more wait their turn. Iterables given to put() are read on
+    another thread.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        admit_timeout: float = 60.0,
+        retry_timeout: float = 60.0,
+        progress: bool = True,
+    ) -> None:
+        self._client = Client(address, admit_timeout=admit_timeout, retry_timeout=retry_timeout, progress=progress)
+        self._threads = _Threads()
+
+    def __getstate__(self) -> Client:
+        return self._client
+
+    def __setstate__(self, client: Client) -> None:
+        self._client = client
+        self._threads = _Threads()
+
+    async def close(self) -> None:
+        """Close the connection; operations under way fail."""
+        self._client.close()
+        await asyncio.to_thread(self._threads.close)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def checkpoint(
+        self, run: str, step: int, writers: int = 1, writer: int = 0, session: str | None = None, lane: str = "auto"
+    ) -> "AsyncCheckpointWriter":
+        """As Client.checkpoint; used with `async with`."""
+        return AsyncCheckpointWriter(self._client.checkpoint(run, step, writers, writer, session, lane), self._threads)
+
+    async def save_dir(self, path: str | PathLike[str], run: str, step: int, **options: Any) -> SaveSummary:
+        """As Client.save_dir."""
+        return await self._threads.run(self._client.save_dir, path, run, step, **options)
+
+    async def latest(self, run: str, level: str = "any") -> int | None:
+        """As Client.latest."""
+        return await self._threads.run(self._client.latest, run, level)
+
+    async def runs(self) -> list[Run]:
+        """As Client.runs."""
+        return await self._threads.run(self._client.runs)
+
+    async def checkpoints(self, run: str) -> list[Checkpoint]:
+        """As Client.checkpoints."""
+        return await self._threads.run(self._client.checkpoints, run)
+
+    async def describe(self, run: str, step: int) -> Checkpoint:
+        """As Client.describe."""
+        return await self._threads.run(self._client.describe, run, step)
+
+    async def wait(
+        self, run: str, step: int, level: str, timeout: float | None = None, progress: OnProgress | None = None
+    ) -> WaitProgress:
+        """As Client.wait; `progress` is called on the event loop's thread."""
+        loop = asyncio.get_running_loop()
+        report = None if progress is None else (lambda seen: loop.call_soon_threadsafe(progress, seen))
+        return await self._threads.run(self._client.wait, run, step, level, timeout, report)
+
+    async def pressure(self) -> Pressure:
+        """As Client.pressure."""
+        return await self._threads.run(self._client.pressure)
+
+    async def open(self, run: str, step: int, *, source: str = "auto") -> "AsyncReader":
+        """As Client.open."""
+        return AsyncReader(await self._threads.run(self._client.open, run, step, source=source), self._threads)
+
+    async def restore_dir(
+        self, run: str, step_or_latest: int | str, path: str | PathLike[str], **options: Any
+    ) -> RestoreSummary:
+        """As Client.restore_dir."""
+        return await self._threads.run(self._client.restore_dir, run, step_or_latest, path, **options)
+
+    async def pin(self, run: str, step: int) -> None:
+        """As Client.pin."""
+        await self._threads.run(self._client.pin, run, step)
+
+    async def unpin(self, run: str, step: int) -> None:
+        """As Client.unpin."""
+        await self._threads.run(self._client.unpin, run, step)
+
+    async def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
+        """As Client.delete."""
+        return await self._threads.run(self._client.delete, run, step, force=force, dry_run=dry_run)
+
+    async def status(self) -> Status:
+        """As Client.status."""
+        return await self._threads.run(self._client.status)
+
+    async def hold(self, tier: str = "") -> list[str]:
+        """As Client.hold."""
+        return await self._threads.run(self._client.hold, tier)
+
+    async def release(self, tier: str = "") -> list[str]:
+        """As Client.release."""
+        return await self._threads.run(self._client.release, tier)
+
+
+class AsyncCheckpointWriter:
+    """CheckpointWriter with await."""
+
+    def __init__(self, writer: CheckpointWriter, threads: "_Threads") -> None:
+        self._writer = writer
+        self._threads = threads
+
+    @property
+    def session(self) -> str:
+        """The session that this part belongs to."""
+        return self._writer.session
+
+    @property
+    def receipts(self) -> Mapping[str, Receipt]:
+        """What is durable so far, by name."""
+        return self._writer.receipts
+
+    async def put(self, name: str, data: Any) -> Receipt:
+        """As CheckpointWriter.put."""
+        return await self._threads.run(self._writer.put, name, data)
+
+    async def put_many(self, shards: Mapping[str, Any]) -> list[Receipt]:
+        """As CheckpointWriter.put_many."""
+        return await self._threads.run(self._writer.put_many, shards)
+
+    async def commit(
+        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+    ) -> CommitReceipt:
+        """As CheckpointWriter.commit."""
+        return await self._threads.run(self._writer.commit, metadata, wait, timeout)
+
+    async def abort(self) -> int:
+        """As CheckpointWriter.abort."""
+        return await self._threads.run(self._writer.abort)
+
+    async def __aenter__(self) -> "AsyncCheckpointWriter":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._threads.run(self._writer.__exit__, kind, error, trace)
+
+
+class AsyncReader:
+    """Reader with await."""
+
+    def __init__(self, reader: Reader, threads: "_Threads") -> None:
+        self._reader = reader
+        self._threads = threads
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is being read."""
+        return self._reader.checkpoint
+
+    async def names(self) -> list[str]:
+        """As Reader.names."""
+        return await self._threads.run(self._reader.names)
+
+    async def shards(self) -> list[Shard]:
+        """As Reader.shards."""
+        return await self._threads.run(self._reader.shards)
+
+    async def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """As Reader.read."""
+        return await self._threads.run(self._reader.read, name, offset, length)
+
+    async def readinto(self, name: str, buffer: Any, offset: int = 0) -> int:
+        """As Reader.readinto. The buffer is not touched any more once this has returned or raised, cancelled too."""
+        return await self._threads.run(self._reader.readinto, name, buffer, offset)
+
+    async def stream(self, name: str, offset: int = 0, length: int | None = None) -> AsyncIterator[memoryview]:
+        """As Reader.stream."""
+        scope = cancel.Scope()  # one for all chunks: the RPC outlives each single step
+        chunks = await self._threads.run_in(scope, partial(self._reader.stream, name, offset, length))
+        try:
+            while (chunk := await self._threads.run_in(scope, partial(next, chunks, None))) is not None:
+                yield chunk
+        finally:
+            cast("Generator[memoryview, None, None]", chunks).close()  # ends its RPC
+
+
+class _Threads:
+    """Where an AsyncClient's operations run; started at first use."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def run(self, act: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Run `act` on a thread. Cancelled, end its RPCs and return only when the thread is done with the caller's data."""
+        return await self.run_in(cancel.Scope(), partial(act, *args, **kwargs))
+
+    async def run_in(self, scope: cancel.Scope, act: Callable[[], _Result]) -> _Result:
+        """run() in a scope that may hold more than this one act."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(ASYNC_OPERATIONS_MAX, thread_name_prefix="forebay-async")
+
+        def inside() -> _Result:
+            with scope.entered():
+                return act()
+
+        future = asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, inside)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            scope.cancel()
+            await _settled(future)
+            raise
+
+    def close(self) -> None:
+        """Wait for the threads to end."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+async def _settled(future: asyncio.Future[Any]) -> None:
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue  # asked again; the answer is the same
+    if not future.cancelled():
+        future.exception()  # seen, so that it is not reported as lost

@@ -1,0 +1,297 @@
+"""Client: the verbs of the contract.
+
+Owns argument checks and which part of the package a verb goes to. Does not own the same verbs with await (aio.py).
+"""
+
+import time
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from forebay import directories
+from forebay.connection import Connection
+from forebay.convert import record
+from forebay.errors import Incomplete, InvalidArgument, NotFound, Unsupported
+from forebay.progress import byte_counter
+from forebay.reader import Reader, list_shards
+from forebay.retry import RetryPolicy
+from forebay.session import default_session
+from forebay.types import (
+    Checkpoint,
+    Deletion,
+    Pressure,
+    RestoreSummary,
+    Run,
+    SaveSummary,
+    Status,
+    WaitProgress,
+)
+from forebay.waiting import OnProgress, wait_for
+from forebay.writer import CheckpointWriter, part_ref
+from forebay_wire.names import InvalidName, check_run, check_step
+from forebay_wire.v1 import admin_pb2
+from forebay_wire.v1 import gateway_pb2 as pb
+
+STREAMS_MAX = 64
+_DELETE_TIMEOUT_S = 600.0
+_ONCE = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=0.0)
+
+
+class Client:
+    """A gateway's client. Thread-safe; picklable (address and options only); usable in a forked child.
+
+    `address` is "unix:///path", "host:port", or None for FOREBAY_ADDRESS, else the default socket. Nothing is opened before the
+    first call. `admit_timeout` is how many seconds a put waits for space before CacheFull, `retry_timeout` how many any call
+    repeats itself while the gateway is away before Unavailable. `progress=False` turns progress bars off.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        admit_timeout: float = 60.0,
+        retry_timeout: float = 60.0,
+        progress: bool = True,
+    ) -> None:
+        self._connection = Connection(address, RetryPolicy(admit_timeout, retry_timeout))
+        self._progress = progress
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Saving
+
+    def checkpoint(
+        self, run: str, step: int, writers: int = 1, writer: int = 0, session: str | None = None, lane: str = "auto"
+    ) -> CheckpointWriter:
+        """This writer's part of a checkpoint, to put shards in and commit; a context manager that aborts unless committed.
+
+        All writers of one launch share `session`; by default it comes from FOREBAY_SESSION, torchelastic or Slurm.
+        Nothing is sent yet.
+        """
+        _check(run, step)
+        if lane not in ("auto", "stream", "fd"):
+            raise InvalidArgument(f"lane must be 'auto', 'stream' or 'fd', not {lane!r}")
+        if lane == "fd":
+            raise Unsupported("lane 'fd': this client sends over 'stream'")
+        part_ref(run, step, "any", writer, writers)
+        chosen = default_session(writers) if session is None else session
+        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers))
+
+    def save_dir(
+        self,
+        path: str | PathLike[str],
+        run: str,
+        step: int,
+        *,
+        writers: int = 1,
+        writer: int = 0,
+        session: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        wait: str = "cache",
+        timeout: float | None = None,
+        streams: int = directories.STREAMS,
+    ) -> SaveSummary:
+        """Save every file below `path` as a shard of this writer's part and commit it; `wait` and `timeout` as in commit().
+
+        What cannot be saved is an error that names it, before anything is sent.
+        """
+        started_s = time.monotonic()
+        files = directories.walk(Path(path))
+        total = sum(size for _, size in files.values())
+        with self.checkpoint(run, step, writers, writer, session) as part:
+            with byte_counter(f"save {run}/{step}", total, self._progress) as count:
+                directories.put_files(part, files, _checked_streams(streams), count)
+            receipt = part.commit(metadata, wait, timeout)
+        return SaveSummary(
+            run=run,
+            step=step,
+            session=part.session,
+            writer=writer,
+            shards=receipt.shard_count,
+            size=receipt.size,
+            level=receipt.level,
+            checkpoint_complete=receipt.checkpoint_complete,
+            elapsed_s=time.monotonic() - started_s,
+        )
+
+    # Looking
+
+    def latest(self, run: str, level: str = "any") -> int | None:
+        """The newest complete checkpoint's step (at `level`: "any", "cache" or a tier's name); None where there is none."""
+        _check(run)
+        try:
+            found = self._call("Latest", pb.LatestRequest(run=run, level=level), f"find the latest checkpoint of {run!r}")
+        except NotFound:
+            return None
+        return int(found.step)
+
+    def runs(self) -> list[Run]:
+        """All runs that the gateway knows."""
+        answer = self._call("ListRuns", pb.ListRunsRequest(), "list runs")
+        return [record(run, Run) for run in answer.runs]
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """A run's checkpoints by step, incomplete ones too."""
+        _check(run)
+        answer = self._call("ListCheckpoints", pb.ListCheckpointsRequest(run=run), f"list the checkpoints of {run!r}")
+        return [record(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+
+    def describe(self, run: str, step: int) -> Checkpoint:
+        """A checkpoint with its shards. Raises NotFound."""
+        found = self._describe(run, step)
+        shards = list_shards(self._connection, run, step, found.session)
+        fields = {name: getattr(found, name) for name in Checkpoint.__slots__ if name != "shards"}
+        return Checkpoint(**fields, shards=shards)
+
+    def wait(
+        self, run: str, step: int, level: str, timeout: float | None = None, progress: OnProgress | None = None
+    ) -> WaitProgress:
+        """Return once the whole checkpoint has reached `level` ("cache", "peer", a tier's name or "all").
+
+        `progress` is called with each WaitProgress. Raises DeadlineExceeded naming what is missing, NotFound, Unavailable.
+        """
+        _check(run, step)
+        return wait_for(self._connection, run, step, level, timeout, progress)
+
+    def pressure(self) -> Pressure:
+        """How full the gateway's cache is, and how far behind its tiers are."""
+        return record(self._call("GetPressure", pb.GetPressureRequest(), "ask for pressure"), Pressure)
+
+    # Restoring
+
+    def open(self, run: str, step: int, *, source: str = "auto") -> Reader:
+        """A complete checkpoint for reading; `source` limits it to "cache" or a tier. Raises NotFound, Incomplete(missing)."""
+        found = self._describe(run, step)
+        if not found.complete:
+            lacks = "; ".join(map(str, found.missing[:5])) or found.reason or "nothing known"
+            raise Incomplete(f"checkpoint {run}/{step} is not complete; missing: {lacks}", missing=found.missing)
+        return Reader(self._connection, found, source)
+
+    def restore_dir(
+        self,
+        run: str,
+        step_or_latest: int | str,
+        path: str | PathLike[str],
+        *,
+        source: str = "auto",
+        streams: int = directories.STREAMS,
+        durable: bool = False,
+    ) -> RestoreSummary:
+        """Write every shard to a file below `path`, `streams` at a time; `step_or_latest` is a step or "latest".
+
+        Files get their names only after all are whole and checked; a failed restore leaves what was there. `durable` syncs
+        files and directories. Raises NotFound, Incomplete, Corrupt, Unavailable, InvalidArgument (the target is in the way).
+        """
+        started_s = time.monotonic()
+        step = self._step_of(run, step_or_latest)
+        reader = self.open(run, step, source=source)
+        shards = reader.shards()
+        size = sum(shard.size for shard in shards)
+        target = directories.Target(Path(path), durable)
+        try:
+            with byte_counter(f"restore {run}/{step}", size, self._progress) as count:
+                directories.restore_files(reader, target, shards, _checked_streams(streams), count)
+            target.publish()
+        finally:
+            target.close()
+        session = reader.checkpoint.session
+        return RestoreSummary(run, step, session, len(shards), size, str(path), time.monotonic() - started_s)
+
+    # Keeping and dropping
+
+    def pin(self, run: str, step: int) -> None:
+        """Keep a checkpoint whatever retention says. Raises NotFound."""
+        self._pin(run, step, True)
+
+    def unpin(self, run: str, step: int) -> None:
+        """Undo pin()."""
+        self._pin(run, step, False)
+
+    def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
+        """Delete a checkpoint everywhere; `force` also what no tier holds yet; `dry_run` only says what it would remove.
+
+        Sent once: a repeated delete could meet a checkpoint saved in between.
+        """
+        _check(run, step)
+        request = pb.DeleteRequest(run=run, step=step, force=force, dry_run=dry_run)
+        policy = self._connection.policy if dry_run else _ONCE
+        answer = self._connection.call(
+            lambda stubs: stubs.gateway.Delete, request, f"delete {run}/{step}", timeout_s=_DELETE_TIMEOUT_S, policy=policy
+        )
+        return record(answer, Deletion)
+
+    # Operating
+
+    def status(self) -> Status:
+        """The gateway at a glance."""
+        answer = self._connection.call(lambda stubs: stubs.admin.GetStatus, admin_pb2.GetStatusRequest(), "ask for status")
+        return record(answer, Status)
+
+    def hold(self, tier: str = "") -> list[str]:
+        """Stop draining to `tier` ("" means all); returns the tiers concerned."""
+        return self._set_queue(tier, True)
+
+    def release(self, tier: str = "") -> list[str]:
+        """Undo hold()."""
+        return self._set_queue(tier, False)
+
+    def config(self) -> str:
+        """The gateway's effective configuration as TOML, secrets left out."""
+        doing = "ask for the configuration"
+        answer = self._connection.call(lambda stubs: stubs.admin.GetConfig, admin_pb2.GetConfigRequest(), doing)
+        return str(answer.toml)
+
+    def _call(self, method: str, request: object, doing: str) -> Any:
+        return self._connection.call(lambda stubs: getattr(stubs.gateway, method), request, doing)
+
+    def _describe(self, run: str, step: int) -> Checkpoint:
+        _check(run, step)
+        return record(self._call("Describe", pb.DescribeRequest(run=run, step=step), f"describe {run}/{step}"), Checkpoint)
+
+    def _pin(self, run: str, step: int, pinned: bool) -> None:
+        _check(run, step)
+        request = pb.PinRequest(run=run, step=step, pinned=pinned)
+        self._call("Pin", request, f"{'pin' if pinned else 'unpin'} {run}/{step}")
+
+    def _set_queue(self, tier: str, held: bool) -> list[str]:
+        request = admin_pb2.SetQueueRequest(held=held, tier=tier)
+        doing = f"{'hold' if held else 'release'} the queue{f' of {tier!r}' if tier else ''}"
+        return list(self._connection.call(lambda stubs: stubs.admin.SetQueue, request, doing).tiers)
+
+    def _step_of(self, run: str, step_or_latest: int | str) -> int:
+        if step_or_latest != "latest":
+            return int(step_or_latest) if isinstance(step_or_latest, int) else _no_step(step_or_latest)
+        latest = self.latest(run)
+        if latest is None:
+            raise NotFound(f"run {run!r} has no complete checkpoint")
+        return latest
+
+
+def _check(run: str, step: int = 0) -> None:
+    if not isinstance(run, str):
+        raise InvalidArgument(f"a run's name must be text, not {type(run).__name__}")
+    try:
+        check_run(run)
+        check_step(step)
+    except InvalidName as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def _checked_streams(streams: int) -> int:
+    if not 1 <= streams <= STREAMS_MAX:
+        raise InvalidArgument(f"streams must be 1 to {STREAMS_MAX}, not {streams}")
+    return streams
+
+
+def _no_step(text: object) -> int:
+    raise InvalidArgument(f"a step is a number or 'latest', not {text!r}")

@@ -1,0 +1,13 @@
+"""The command line. `main` is the entry point; each module holds one command group."""
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run `forebay` with this process's arguments and exit."""
+    # gRPC writes its own notes to standard error ("Got goaway"); an operator should see ours alone.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from forebay.cli.app import run
+
+    sys.exit(run(sys.argv[1:]))

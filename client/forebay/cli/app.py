@@ -1,0 +1,106 @@
+"""The typer application: global options, and the command groups it is put together from.
+
+Owns assembly and how an argument error looks. Does not own exit codes (exits.py) or commands.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from forebay import address as addresses
+from forebay.api import Client
+from forebay.cli import exits
+
+app = typer.Typer(
+    name="forebay",
+    help="Save training checkpoints to this node's gateway, restore them from anywhere, and look after the gateway.",
+    epilog=exits.HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_chosen: dict[str, str | None] = {"address": None}
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named below are stable.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, such as team-a/llama.", show_default=False)]
+StepNumber = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.", show_default=False)]
+
+
+def client(must_answer: bool = True) -> Client:
+    """A client for the chosen address. Where nobody listens, people want to know now and not after retries."""
+    if must_answer:
+        addresses.require_listener(_chosen["address"])
+    return Client(_chosen["address"])
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"forebay {version('forebay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", metavar="ADDRESS", help="unix:///path or host:port (default: FOREBAY_ADDRESS, else the usual socket)."
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    _chosen["address"] = address
+
+
+_GROUPS = ("serve", "config", "data", "show", "keep", "queue", "demo")
+
+
+# The base of typer's argument errors. It has no public name: it is click's own, or a copy inside typer, by version.
+_ARGUMENT_ERROR = typer.BadParameter.__mro__[1]
+
+
+def _tell_usage(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "forebay"
+    message = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message, file=sys.stderr)
+    else:
+        print(f"{path}: {' '.join(message.split())} ('{path} --help' shows usage)", file=sys.stderr)
+    return exits.USAGE
+
+
+def _assemble() -> None:
+    for group in _GROUPS:
+        name = f"forebay.cli.{group}"
+        if find_spec(name) is not None:  # demo comes with the source tree only
+            import_module(name).register(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code."""
+    if not app.registered_commands:
+        _assemble()
+
+    def command() -> int | None:
+        try:
+            result = app(args=list(arguments), prog_name="forebay", standalone_mode=False)
+        except typer.Exit as ended:
+            return int(ended.exit_code)
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+        except _ARGUMENT_ERROR as error:
+            return _tell_usage(error)
+        return result if isinstance(result, int) else exits.DONE
+
+    return exits.guarded(command)

@@ -1,0 +1,70 @@
+"""`config check` and `config show`: read a gateway's configuration the way the gateway would.
+
+Owns the commands only; keys and rules are the gateway's.
+"""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forebay.cli.app import client
+from forebay.cli.exits import UsageError
+from forebay.cli.output import say
+from forebay.cli.serve import gateway_missing
+from forebay.errors import ForebayError
+
+_File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The TOML file; none: the default.", show_default=False)]
+_Running = Annotated[bool, typer.Option("--running", help="Ask the running gateway instead.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    group = typer.Typer(help="Check and show a gateway's configuration.", no_args_is_help=True, rich_markup_mode=None)
+    group.command("check")(check)
+    group.command("show")(show)
+    app.add_typer(group, name="config")
+
+
+def check(file: _File = None) -> int:
+    """Say whether a gateway would start with this file; exit 1, with the key and the rule, where not."""
+    load(file)
+    say(f"{_label(file)}: good")
+    return 0
+
+
+def show(file: _File = None, running: _Running = False) -> int:
+    """Print the effective configuration as TOML: file, environment and defaults together."""
+    if running:
+        if file is not None:
+            raise UsageError("config show: give a FILE or --running, not both")
+        with client() as gateway:
+            print(gateway.config(), end="")
+        return 0
+    from forebay_gateway.core.config import render_toml
+
+    print(render_toml(load(file)), end="")
+    return 0
+
+
+def load(file: Path | None) -> Any:
+    """The gateway's Config. Raises ForebayError saying what is wrong with it."""
+    try:
+        from forebay_gateway.core.config import ConfigError, default_config, load_config
+    except ModuleNotFoundError as error:
+        raise gateway_missing(error) from error
+    try:
+        if file is None:
+            return default_config(os.environ, os.getuid(), str(Path.home()), socket.gethostname())
+        text = file.read_text(encoding="utf-8")
+        return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=socket.gethostname())
+    except ConfigError as error:
+        raise ForebayError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise ForebayError(f"{file}: not UTF-8: {error}") from error
+
+
+def _label(file: Path | None) -> str:
+    return "the embedded default" if file is None else str(file)

@@ -1,0 +1,87 @@
+"""`save` and `restore`: directories to checkpoints and back."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.app import Json, RunName, client
+from forebay.cli.exits import UsageError
+from forebay.cli.output import duration_text, print_json, say, size_text
+from forebay.types import RestoreSummary, SaveSummary
+
+_Wait = Annotated[str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, a tier's name, or all.")]
+_Session = Annotated[str | None, typer.Option("--session", help="Shared by all writers of one launch.", show_default=False)]
+_StepAndDirectory = Annotated[
+    list[str],
+    typer.Argument(metavar="[STEP|latest] DIR", help="Which checkpoint, and the directory to fill.", show_default=False),
+]
+_Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="For commit and wait together.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command()(save)
+    app.command()(restore)
+
+
+def save(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Every file below it becomes a shard.", show_default=False)],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run's name.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step.", show_default=False)],
+    wait: _Wait = "cache",
+    timeout: _Timeout = None,
+    writers: Annotated[int, typer.Option("--writers", min=1, help="How many writers make the checkpoint.")] = 1,
+    writer: Annotated[int, typer.Option("--writer", min=0, help="Which of them this is.")] = 0,
+    session: _Session = None,
+    json: Json = False,
+) -> int:
+    """Save a directory as a checkpoint, or as one writer's part of it.
+
+    JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s.
+    """
+    with client() as gateway:
+        summary = gateway.save_dir(
+            directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout
+        )
+    print_json(summary) if json else _say_saved(summary)
+    return 0
+
+
+def restore(
+    run: RunName,
+    arguments: _StepAndDirectory,
+    source: Annotated[str, typer.Option("--from", metavar="auto|cache|TIER", help="Read from there alone.")] = "auto",
+    streams: Annotated[int, typer.Option("--streams", min=1, max=64, help="Shards at a time.")] = 4,
+    durable: Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")] = False,
+    json: Json = False,
+) -> int:
+    """Restore a checkpoint (the latest unless a step is given) into a directory; every byte is checked.
+
+    Files appear under their names only once all are whole. JSON keys: run, step, session, shards, size, path, elapsed_s.
+    """
+    if len(arguments) > 2:
+        raise UsageError("restore: give RUN, at most one STEP, and DIR")
+    chosen = arguments[0] if len(arguments) == 2 else "latest"
+    if chosen != "latest" and not (chosen.isascii() and chosen.isdigit()):
+        raise UsageError(f"restore: a step is a number or 'latest', not {chosen!r}")
+    step: int | str = chosen if chosen == "latest" else int(chosen)
+    with client() as gateway:
+        summary = gateway.restore_dir(run, step, arguments[-1], source=source, streams=streams, durable=durable)
+    print_json(summary) if json else _say_restored(summary)
+    return 0
+
+
+def _say_saved(done: SaveSummary) -> None:
+    complete = "checkpoint complete" if done.checkpoint_complete else "other writers are still missing"
+    say(f"saved {done.run}/{done.step}: {done.shards} shards, {size_text(done.size)}, durable at {done.level}, {complete}")
+    say(f"session {done.session}, writer {done.writer}, {_pace(done.size, done.elapsed_s)}")
+
+
+def _say_restored(done: RestoreSummary) -> None:
+    say(f"restored {done.run}/{done.step} to {done.path}: {done.shards} shards, {size_text(done.size)}, all checked")
+    say(f"session {done.session}, {_pace(done.size, done.elapsed_s)}")
+
+
+def _pace(size: int, elapsed_s: float) -> str:
+    return f"{duration_text(elapsed_s)} ({size_text(size / elapsed_s)}/s)" if elapsed_s > 0 else duration_text(elapsed_s)

@@ -1,0 +1,55 @@
+"""Exit codes: the one table from errors to codes, and one clear line on standard error for each.
+
+Owns what a shell sees of a failure. Commands raise; only `guarded` catches.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from forebay.errors import ForebayError
+
+DONE, FAILED, USAGE, NOT_FOUND, CORRUPT, UNAVAILABLE, FULL, DENIED, TIMED_OUT = range(9)
+INTERRUPTED = 130
+
+CODES = {
+    "invalid_argument": USAGE,
+    "not_found": NOT_FOUND,
+    "corrupt": CORRUPT,
+    "incomplete": CORRUPT,
+    "unavailable": UNAVAILABLE,
+    "cache_full": FULL,
+    "permission_denied": DENIED,
+    "deadline_exceeded": TIMED_OUT,
+}
+
+HELP = "Exit codes: 0 done; 1 failed; 2 usage; 3 not found; 4 corrupt or incomplete; 5 unavailable; 6 cache full; 7 denied; 8 timed out."
+
+
+class UsageError(Exception):
+    """Arguments that do not go together."""
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run a command and give its exit code; an error becomes one line, never a traceback."""
+    try:
+        return command() or DONE
+    except ForebayError as error:
+        return _tell(error.message, CODES.get(error.kind, FAILED))
+    except UsageError as error:
+        return _tell(str(error), USAGE)
+    except KeyboardInterrupt:
+        return _tell("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing more can be said, also not at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except PermissionError as error:
+        return _tell(str(error), DENIED)
+    except OSError as error:
+        return _tell(str(error), FAILED)
+
+
+def _tell(line: str, code: int) -> int:
+    print(f"forebay: {' '.join(line.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,38 @@
+"""`serve`: run the gateway in this process.
+
+Owns the command only; the gateway is a package of its own that a training image need not have.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.errors import Unsupported
+
+_ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Configuration (TOML); without it an embedded default.", show_default=False),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command()(serve)
+
+
+def serve(config: _ConfigFile = None) -> int:
+    """Run the gateway until SIGTERM or SIGINT.
+
+    Without --config: data below the user's state home, a Unix socket, one POSIX tier beside the cache, no object tier.
+    """
+    try:
+        from forebay_gateway.serve import main
+    except ModuleNotFoundError as error:
+        raise gateway_missing(error) from error
+    return main(None if config is None else str(config))
+
+
+def gateway_missing(error: ModuleNotFoundError) -> Unsupported:
+    """What to say where the gateway's package, or something it needs, is not installed."""
+    return Unsupported(f"the gateway is not installed here (no module {error.name}): pip install 'forebay[gateway]'")

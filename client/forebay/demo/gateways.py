@@ -1,0 +1,166 @@
+"""Gateways as processes, for the demo, tests and benchmarks: configured, started, killed, started again.
+
+Owns one process and its files below a directory. Uses the command line as an operator does.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from forebay_wire.v1 import gateway_pb2, gateway_pb2_grpc
+
+FOREBAY = Path(sys.executable).parent / "forebay"
+
+
+def posix_tier(path: Path, name: str = "pfs", **keys: object) -> str:
+    """A [[tier]] of a directory."""
+    return tier_text(name=name, kind="posix", path=str(path), **keys)
+
+
+def s3_tier(endpoint: str, bucket: str, name: str = "object", prefix: str = "fb", **keys: object) -> str:
+    """A [[tier]] of a bucket."""
+    return tier_text(
+        name=name, kind="s3", bucket=bucket, prefix=prefix, endpoint=endpoint, region="us-east-1", addressing="path", **keys
+    )
+
+
+def tier_text(**keys: object) -> str:
+    """A [[tier]] table."""
+    return "[[tier]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+
+
+class GatewayProcess:
+    """One gateway below `directory`; `start`, `kill`, `terminate` may alternate."""
+
+    def __init__(
+        self,
+        directory: Path,
+        node: str,
+        tiers: Sequence[str],
+        *,
+        capacity: str = "2GiB",
+        node_keys: str = "",
+        cache_keys: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.node = node
+        self.directory = directory
+        self.cache = directory / f"cache-{node}"
+        self.log = directory / f"{node}.log"
+        self.socket = directory / f"{node}.sock"
+        self.address = f"unix://{self.socket}"
+        self.environment = dict(environment or {})
+        self.config = directory / f"{node}.toml"
+        self.config.write_text(
+            f'[node]\nid = "{node}"\nlisten = ["{self.address}"]\nruntime_dir = "{directory}/run-{node}"\n{node_keys}\n'
+            f'[cache]\npath = "{self.cache}"\ncapacity = "{capacity}"\n{cache_keys}\n' + "\n".join(tiers)
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, failpoints: str = "", ready: bool = True) -> "GatewayProcess":
+        """Start, and wait until it answers."""
+        environment = {**os.environ, **self.environment}
+        environment.pop("FOREBAY_FAILPOINTS", None)
+        if failpoints:
+            environment["FOREBAY_FAILPOINTS"] = failpoints
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(FOREBAY), "serve", "--config", str(self.config)], stdout=log, stderr=log, env=environment
+            )
+        if ready:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Until it answers; raises with the end of its log when it ends before that."""
+        deadline_s = time.monotonic() + timeout_s
+        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+            stub = gateway_pb2_grpc.GatewayStub(channel)
+            while True:
+                try:
+                    stub.GetPressure(gateway_pb2.GetPressureRequest(), timeout=5, wait_for_ready=False)
+                    return
+                except grpc.RpcError:
+                    assert self.process is not None
+                    if self.process.poll() is not None or time.monotonic() > deadline_s:
+                        raise RuntimeError(f"gateway {self.node} did not start:\n{self.tail()}") from None
+                    time.sleep(0.05)
+
+    def tail(self, characters: int = 3000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        assert self.process is not None
+        return self.process.pid
+
+    def wait_exit(self, timeout_s: float = 30.0) -> int:
+        """Until it ends by itself; its exit code."""
+        assert self.process is not None
+        code = self.process.wait(timeout_s)
+        self.process = None
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL: no code of it runs any more."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(30)
+        self.process = None
+
+    def terminate(self, timeout_s: float = 40.0) -> int:
+        """SIGTERM, an ordered end; returns the exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait_exit(timeout_s)
+
+    def wipe(self) -> None:
+        """The node's disk is lost."""
+        shutil.rmtree(self.cache)
+
+    def status(self) -> dict[str, Any]:
+        """`forebay status --json`."""
+        result = self.cli("status", "--json")
+        answer: dict[str, Any] = json.loads(result.stdout)
+        return answer
+
+    def cli(self, *arguments: str, check: bool = True, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """The command line against this gateway."""
+        result = subprocess.run(
+            [str(FOREBAY), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "FOREBAY_ADDRESS": self.address},
+        )
+        if check and result.returncode:
+            raise AssertionError(f"forebay {' '.join(arguments)} -> {result.returncode}: {result.stderr}")
+        return result
+
+    def __enter__(self) -> "GatewayProcess":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        if self.process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.terminate(20.0)
+            return
+        self.kill()

@@ -1,0 +1,234 @@
+"""Directories as checkpoints, and back.
+
+Owns the walk, the parallel transfer, and how files appear in a target directory: whole, checked, under their own name, and
+never through a symbolic link. Does not own commit rules (writer.py) or resuming (reader.py).
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from forebay.cancel import Cancelled, Scope
+from forebay.errors import ForebayError, InvalidArgument
+from forebay.reader import Reader
+from forebay.types import Shard
+from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
+from forebay_wire.names import InvalidName, check_shard_name
+
+STREAMS = 4
+# Reserved by the naming rule: no shard can have such a name.
+TEMP_PREFIX = ".forebay-tmp-"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+OnBytes = Callable[[int], None]
+_Item = TypeVar("_Item")
+
+
+def walk(root: Path) -> dict[str, tuple[Path, int]]:
+    """Every regular file below `root`: shard name -> (path, size in bytes). Empty directories leave no trace.
+
+    Raises InvalidArgument for what cannot be a shard, naming it: a special file, a link that leads out of `root` or to a
+    directory, a name that breaks a rule; and where there is no file at all.
+    """
+    if not root.is_dir():
+        raise InvalidArgument(f"{root}: not a directory")
+    real_root = root.resolve()
+    found: dict[str, tuple[Path, int]] = {}
+    for path in _entries(root):
+        name = path.relative_to(root).as_posix()
+        try:
+            check_shard_name(name)
+        except InvalidName as error:
+            raise InvalidArgument(f"{path}: {error}") from error
+        found[name] = (path, _regular_size(path, real_root))
+    if not found:
+        raise InvalidArgument(f"{root}: holds no files")
+    return found
+
+
+def _entries(directory: Path) -> Iterator[Path]:
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(Path(entry.path))
+        else:
+            yield Path(entry.path)
+
+
+def _regular_size(path: Path, real_root: Path) -> int:
+    if path.is_symlink():
+        target = path.resolve()
+        if not target.is_relative_to(real_root):
+            raise InvalidArgument(f"{path}: a symbolic link that leads out of the directory, to {target}")
+        if target.is_dir():
+            raise InvalidArgument(f"{path}: a symbolic link to a directory")
+        if not target.exists():
+            raise InvalidArgument(f"{path}: a symbolic link to nothing")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgument(f"{path}: not a regular file")
+    return status.st_size
+
+
+def put_files(writer: CheckpointWriter, files: dict[str, tuple[Path, int]], streams: int, on_bytes: OnBytes) -> None:
+    """Put all files: small ones together, large ones `streams` at a time. Raises the first failure."""
+    small: dict[str, Path] = {}
+    large: list[tuple[str, Path]] = []
+    for name, (path, size) in files.items():
+        if size <= SMALL_BYTES_MAX:
+            small[name] = path
+        else:
+            large.append((name, path))
+    if small:
+        writer.put_many(small, on_bytes=on_bytes)
+    in_parallel(lambda item: writer.put(*item, on_bytes=on_bytes), large, streams)
+
+
+def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams: int) -> None:
+    """Do `act` for every item, `streams` at a time. The first failure ends the others and is raised."""
+    queue = iter(list(items))
+    lock = threading.Lock()
+    scope = Scope()
+
+    def work() -> None:
+        while not scope.cancelled:
+            with lock:
+                item = next(queue, None)
+            if item is None:
+                return
+            act(item)
+
+    with contextlib.closing(scope), scope.entered(), ThreadPoolExecutor(streams, thread_name_prefix="forebay") as pool:
+        workers = [pool.submit(copy_context().run, work) for _ in range(streams)]
+        try:
+            wait(workers, return_when=FIRST_EXCEPTION)
+        finally:
+            if any(worker.done() and worker.exception() for worker in workers) or not all(worker.done() for worker in workers):
+                scope.cancel()
+    errors = [error for worker in workers if (error := worker.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Cancelled)), errors[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A whole file under its temporary name, in the directory where it will lie."""
+
+    directory: int
+    temp: str
+    final: str
+
+
+class Target:
+    """A directory that files are restored into. Everything is done relative to open directories, so that no symbolic link
+    inside is followed, whoever puts one there and when."""
+
+    def __init__(self, path: Path, durable: bool) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._directories: dict[str, int] = {}
+        self._created: list[tuple[int, str]] = []
+        self._pending: list[_Pending] = []
+        # The target itself may be a link: the caller named it.
+        self._directories[""] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def write(self, shard: Shard, chunks: Iterator[memoryview]) -> None:
+        """A temporary file with the shard's bytes. Removed again on error."""
+        parent, _, final = shard.name.rpartition("/")
+        directory = self._directory(parent)
+        self._check_free(directory, final, shard.name)
+        temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temp, flags, 0o666, dir_fd=directory)
+        with self._lock:
+            self._pending.append(_Pending(directory, temp, final))
+        try:
+            for chunk in chunks:
+                while chunk.nbytes:
+                    chunk = chunk[os.write(descriptor, chunk) :]
+            if self._durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def publish(self) -> None:
+        """Give every file its name. Until here nothing that was there before has changed."""
+        while self._pending:
+            pending = self._pending[-1]
+            os.rename(pending.temp, pending.final, src_dir_fd=pending.directory, dst_dir_fd=pending.directory)
+            self._pending.pop()
+        self._created.clear()
+        if self._durable:
+            for directory in self._directories.values():
+                os.fsync(directory)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        for pending in self._pending:
+            with contextlib.suppress(OSError):
+                os.unlink(pending.temp, dir_fd=pending.directory)
+        for parent, name in reversed(self._created):
+            with contextlib.suppress(OSError):  # not empty: someone else has put something there
+                os.rmdir(name, dir_fd=parent)
+        for descriptor in self._directories.values():
+            os.close(descriptor)
+        self._directories.clear()
+
+    def _directory(self, relative: str) -> int:
+        with self._lock:
+            at, path = self._directories[""], ""
+            for segment in filter(None, relative.split("/")):
+                path = f"{path}/{segment}" if path else segment
+                if path not in self._directories:
+                    self._directories[path] = self._open_child(at, segment, path)
+                at = self._directories[path]
+            return at
+
+    def _open_child(self, parent: int, segment: str, path: str) -> int:
+        try:
+            os.mkdir(segment, dir_fd=parent)
+            self._created.append((parent, segment))
+        except FileExistsError:
+            pass
+        try:
+            return os.open(segment, _DIRECTORY, dir_fd=parent)
+        except OSError as error:
+            raise InvalidArgument(f"{path!r} in the target is a link or a file where a directory must be") from error
+
+    @staticmethod
+    def _check_free(directory: int, final: str, name: str) -> None:
+        try:
+            status = os.stat(final, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            raise InvalidArgument(f"{name!r} in the target is a directory where a file must be")
+
+
+def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], streams: int, on_bytes: OnBytes) -> None:
+    """Write shards into the target under temporary names. Raises the first failure, naming the shard."""
+
+    def restore(shard: Shard) -> None:
+        try:
+            check_shard_name(shard.name)  # a listing is not to be trusted with paths
+            target.write(shard, _counted(reader.stream(shard.name), on_bytes))
+        except ForebayError as error:
+            raise error.extended(f"(restoring {shard.name!r})") from error.__cause__
+        except (OSError, InvalidName) as error:
+            raise ForebayError(f"restoring {shard.name!r} failed: {error}") from error
+
+    in_parallel(restore, shards, streams)
+
+
+def _counted(chunks: Iterator[memoryview], on_bytes: OnBytes) -> Iterator[memoryview]:
+    for chunk in chunks:
+        yield chunk
+        on_bytes(chunk.nbytes)

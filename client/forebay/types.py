@@ -1,0 +1,251 @@
+"""What the client answers with: frozen records. Sizes are bytes, durations seconds.
+
+Owns the shapes. Does not own how they are read from messages (convert.py), and imports neither gRPC nor protobuf.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A writer that a checkpoint lacks. `shards` names what it lacks; empty means its whole part.
+
+    `state` is "absent", or "open" where the writer has begun and not committed.
+    """
+
+    writer: int
+    shards: tuple[str, ...] = ()
+    state: str = "absent"
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.shards[:5]) + (f" and {len(self.shards) - 5} more" if len(self.shards) > 5 else "")
+        return f"writer {self.writer} ({self.state}{': ' + shown if shown else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard."""
+
+    name: str
+    size: int
+    crc32c: int
+    level: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierBacklog:
+    """What waits to be drained to one tier; `eta_s` is None while no rate is known."""
+
+    tier: str
+    pending_bytes: int
+    drain_bytes_per_s: float
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1)."""
+
+    level: str
+    reason: str
+    fill: float
+    tiers: tuple[TierBacklog, ...] = ()
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReceipt:
+    """A writer's part is promised at `level`.
+
+    `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
+    stays in the cache and is never drained.
+    """
+
+    level: str
+    checkpoint_complete: bool
+    transient: bool
+    pressure: Pressure
+    shard_count: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How far a checkpoint is at "cache" or at a tier.
+
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded" or "skipped".
+    """
+
+    level: str
+    state: str
+    bytes_done: int
+    bytes_total: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard: its state in this node's cache ("" where it is not there) and of its copy on each tier."""
+
+    name: str
+    size: int
+    crc32c: int
+    writer: int
+    state: str
+    copies: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks.
+
+    `shards` is filled by Client.describe alone; lists leave it empty.
+    """
+
+    run: str
+    step: int
+    session: str
+    writers: int
+    state: str
+    missing: tuple[Missing, ...]
+    levels: tuple[Level, ...]
+    size: int
+    shard_count: int
+    pinned: bool
+    metadata: Mapping[str, Any]
+    reason: str
+    shards: tuple[Shard, ...] = field(default=(), repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard of every writer has landed."""
+        return self.state == "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run; `latest_step` is its newest complete checkpoint, None where it has none."""
+
+    run: str
+    checkpoints: int
+    latest_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitProgress:
+    """How far a wait is; `reason` is one clause on what it waits for."""
+
+    reached: bool
+    bytes_done: int
+    bytes_total: int
+    missing: tuple[Missing, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What a delete removed, or would remove."""
+
+    shards: int
+    size: int
+    levels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSummary:
+    """What save_dir did: `level` was reached; `checkpoint_complete` as in CommitReceipt."""
+
+    run: str
+    step: int
+    session: str
+    writer: int
+    shards: int
+    size: int
+    level: str
+    checkpoint_complete: bool
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSummary:
+    """What restore_dir wrote below `path`."""
+
+    run: str
+    step: int
+    session: str
+    shards: int
+    size: int
+    path: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """The gateway's cache. `dirty_bytes` are not yet verified on every required tier."""
+
+    path: str
+    capacity_bytes: int
+    used_bytes: int
+    reserved_bytes: int
+    dirty_bytes: int
+    direct_io: bool
+    file_system: str
+    open_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier and its queue. `state` is "ok", "away", "full", "starting" or "held"."""
+
+    name: str
+    kind: str
+    state: str
+    reason: str
+    capabilities: Mapping[str, str]
+    pending_copies: int
+    pending_bytes: int
+    oldest_pending_s: float | None
+    drain_bytes_per_s: float
+    required: bool
+    clock_skew_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MoverStatus:
+    """One mover process."""
+
+    name: str
+    pid: int
+    doing: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something an operator should know: `severity` is "warning" or "critical", `todo` says what helps."""
+
+    severity: str
+    what: str
+    todo: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A gateway at a glance. `health` is "ok", "warning" or "critical"."""
+
+    node: str
+    version: str
+    uptime_s: float
+    health: str
+    pressure: Pressure
+    cache: CacheStatus
+    tiers: tuple[TierStatus, ...]
+    movers: tuple[MoverStatus, ...]
+    alarms: tuple[Alarm, ...]
+    checkpoints_complete: int
+    checkpoints_incomplete: int
+    incomplete: tuple[Checkpoint, ...]
+    listen: tuple[str, ...]
+    loop_lag_p99_s: float

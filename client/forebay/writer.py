@@ -1,0 +1,276 @@
+"""Saving: one writer's part of one checkpoint, from the first put to commit or abort.
+
+Owns what this writer means to have put, repeating puts, and the rule that a block left without commit aborts. Does not own how
+bytes travel (lanes/). Acknowledged shards stay with the gateway, also over its restart: the part goes on where it was.
+"""
+
+import enum
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from forebay.connection import CALL_TIMEOUT_S, Connection
+from forebay.convert import record
+from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument
+from forebay.lanes import stream
+from forebay.retry import RetryPolicy
+from forebay.sources import Source, source_of
+from forebay.types import CommitReceipt, Pressure, Receipt
+from forebay.waiting import wait_for
+from forebay_wire.names import InvalidName, check_session, check_shard_name
+from forebay_wire.v1 import gateway_pb2 as pb
+
+SMALL_BYTES_MAX = 1 << 20
+BATCH_BYTES_MAX = 2 << 20
+BATCH_SHARDS_MAX = 500
+# An abort is a courtesy: the gateway drops what stays uncommitted by itself. It must not hold a failing job up.
+_ABORT_POLICY = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=3.0)
+_ABORT_TIMEOUT_S = 10.0
+
+_log = logging.getLogger("forebay")
+
+
+class _State(enum.Enum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class CheckpointWriter:
+    """One writer's part. Made by Client.checkpoint; put and put_many may be called from several threads at once."""
+
+    def __init__(self, connection: Connection, part: pb.PartRef) -> None:
+        self._connection = connection
+        self._part = part
+        self._lock = threading.Lock()
+        self._state = _State.OPEN
+        self._receipts: dict[str, Receipt] = {}
+        self._metadata_json = ""
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._part.run
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self._part.step
+
+    @property
+    def session(self) -> str:
+        """The session that this part belongs to."""
+        return self._part.session
+
+    @property
+    def receipts(self) -> Mapping[str, Receipt]:
+        """What is durable so far, by name."""
+        with self._lock:
+            return dict(self._receipts)
+
+    def put(self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None) -> Receipt:
+        """Store one shard; it is durable in the gateway's cache when this returns.
+
+        `data`: bytes-like, numpy array or CPU tensor (contiguous), path, binary file, or iterable of buffers. It must not
+        change meanwhile. Data that cannot be read twice is not sent again once it has flowed. `on_bytes` is called with each
+        chunk's size. Putting the same bytes again under their name is a no-op.
+        Raises InvalidArgument, AlreadyExists (other bytes have this name), CacheFull, Unavailable, Corrupt, OSError for a path.
+        """
+        _check_name(name)
+        self._check_open("put")
+        return self._put_source(name, source_of(data, f"shard {name!r}"), on_bytes)
+
+    def put_many(self, shards: Mapping[str, Any], *, on_bytes: stream.OnBytes | None = None) -> list[Receipt]:
+        """Store many shards; those up to 1 MiB travel together. All are durable when this returns; receipts in their order.
+
+        Names and kinds of data are checked before anything is sent. Raises as put().
+        """
+        self._check_open("put_many")
+        for name in shards:
+            _check_name(name)
+        sources = {name: source_of(data, f"shard {name!r}") for name, data in shards.items()}
+        small, large = _split(sources)
+        receipts = self._put_small(small, on_bytes)
+        for name, source in large.items():
+            receipts[name] = self._put_source(name, source, on_bytes)
+        return [receipts[name] for name in shards]
+
+    def commit(
+        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+    ) -> CommitReceipt:
+        """Close this part: from here on its shards are promised. May be repeated.
+
+        `metadata` is a JSON object; writer 0's stands in the manifest. `wait` is "cache" (this part), a tier's name or "all":
+        then the call returns once the whole checkpoint, all writers, is complete there. `timeout` in seconds covers both.
+        Raises Incomplete, InvalidArgument, Unavailable, and DeadlineExceeded naming what is missing: the part stays committed.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            if self._state is _State.ABORTED:
+                raise InvalidArgument(f"commit: this part of {self.run}/{self.step} was aborted")
+            if metadata is not None or self._state is _State.OPEN:
+                self._metadata_json = _metadata_json(metadata or {})
+            expected = list(self._receipts.values())
+        response = self._commit_part(expected, deadline_s)
+        with self._lock:
+            self._state = _State.COMMITTED
+        level = response.level
+        if wait not in ("", "cache"):
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            wait_for(self._connection, self.run, self.step, wait, remaining_s)
+            level = wait
+        return CommitReceipt(
+            level=level,
+            checkpoint_complete=response.checkpoint_complete,
+            transient=response.transient,
+            pressure=record(response.pressure, Pressure),
+            shard_count=len(expected),
+            size=sum(receipt.size for receipt in expected),
+        )
+
+    def abort(self) -> int:
+        """Drop what was put; returns how many shards. No effect on a committed part."""
+        with self._lock:
+            if self._state is not _State.OPEN:
+                return 0
+            self._state = _State.ABORTED
+        response = self._connection.call(
+            lambda stubs: stubs.gateway.AbortPart,
+            pb.AbortPartRequest(part=self._part),
+            f"abort writer {self._part.writer} of {self.run}/{self.step}",
+            timeout_s=_ABORT_TIMEOUT_S,
+            policy=_ABORT_POLICY,
+        )
+        return int(response.shards_dropped)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.abort()
+        except ForebayError as failure:
+            _log.warning("the abort did not reach the gateway, which drops the part by itself later: %s", failure)
+
+    def _check_open(self, verb: str) -> None:
+        if self._state is not _State.OPEN:
+            raise InvalidArgument(f"{verb}: this part of {self.run}/{self.step} is already {self._state.value}")
+
+    def _put_source(self, name: str, source: Source, on_bytes: stream.OnBytes | None) -> Receipt:
+        header = pb.PutHeader(part=self._part, name=name, size=source.size)
+        attempts = self._connection.policy.begin()
+        while True:
+            attempt = stream.PutStream(header, source, on_bytes)
+            try:
+                receipt = record(stream.put_shard(self._connection, attempt, name), Receipt)
+                return self._keep([receipt])[0]
+            except ForebayError as error:
+                if attempt.began and not source.replayable:
+                    raise
+                attempts.pause(error)
+                if on_bytes is not None and attempt.size:
+                    on_bytes(-attempt.size)  # what has to be sent again
+
+    def _put_small(self, shards: Sequence[stream.SmallShard], on_bytes: stream.OnBytes | None) -> dict[str, Receipt]:
+        done: dict[str, Receipt] = {}
+
+        def keep(batch: list[pb.Receipt]) -> None:
+            for receipt in self._keep([record(message, Receipt) for message in batch]):
+                done[receipt.name] = receipt
+                if on_bytes is not None:
+                    on_bytes(receipt.size)
+            attempts.progressed()
+
+        attempts = self._connection.policy.begin()
+        while remaining := [shard for shard in shards if shard.name not in done]:
+            try:
+                stream.put_many(self._connection, self._part, _batches(remaining), keep)
+            except ForebayError as error:
+                attempts.pause(error)
+        return done
+
+    def _keep(self, receipts: list[Receipt]) -> list[Receipt]:
+        with self._lock:
+            self._receipts.update((receipt.name, receipt) for receipt in receipts)
+        return receipts
+
+    def _commit_part(self, expected: list[Receipt], deadline_s: float | None) -> Any:
+        doing = f"commit writer {self._part.writer} of {self.run}/{self.step}"
+        timeout_s = CALL_TIMEOUT_S
+        policy = self._connection.policy
+        if deadline_s is not None:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(f"{doing}: no time was left")
+            timeout_s = min(timeout_s, remaining_s)
+            policy = RetryPolicy(min(policy.admit_timeout_s, remaining_s), min(policy.retry_timeout_s, remaining_s))
+        request = pb.CommitPartRequest(
+            part=self._part,
+            shards=[pb.ExpectedShard(name=item.name, size=item.size, crc32c=item.crc32c) for item in expected],
+            metadata_json=self._metadata_json,
+        )
+        return self._connection.call(lambda stubs: stubs.gateway.CommitPart, request, doing, timeout_s=timeout_s, policy=policy)
+
+
+def part_ref(run: str, step: int, session: str, writer: int, writers: int) -> pb.PartRef:
+    """The checked name of a part whose run and step are valid. Raises InvalidArgument."""
+    for name, value in (("writers", writers), ("writer", writer)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidArgument(f"{name} must be an integer, not {value!r}")
+    if not 1 <= writers < 1 << 32:
+        raise InvalidArgument(f"writers must be 1 or more, not {writers}")
+    if not 0 <= writer < writers:
+        raise InvalidArgument(f"writer {writer} is not among 0 to {writers - 1}")
+    try:
+        check_session(session)
+    except InvalidName as error:
+        raise InvalidArgument(str(error)) from error
+    return pb.PartRef(run=run, step=step, session=session, writer=writer, writers=writers)
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise InvalidArgument(f"a shard name must be text, not {type(name).__name__}")
+    try:
+        check_shard_name(name)
+    except InvalidName as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def _metadata_json(metadata: Mapping[str, Any]) -> str:
+    if not metadata:
+        return ""
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(f"metadata must be a JSON object, not {type(metadata).__name__}")
+    try:
+        return json.dumps(dict(metadata), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"metadata must be a JSON object: {error}") from error
+
+
+def _split(sources: Mapping[str, Source]) -> tuple[list[stream.SmallShard], dict[str, Source]]:
+    small: list[stream.SmallShard] = []
+    large: dict[str, Source] = {}
+    for name, source in sources.items():
+        # Small shards may be sent again after a break, so they must be readable again.
+        if source.size is not None and source.size <= SMALL_BYTES_MAX and source.replayable:
+            small.append(stream.SmallShard(name, source, source.size))
+        else:
+            large[name] = source
+    return small, large
+
+
+def _batches(shards: Sequence[stream.SmallShard]) -> list[list[stream.SmallShard]]:
+    batches: list[list[stream.SmallShard]] = []
+    size = 0
+    for shard in shards:
+        if not batches or size + shard.size > BATCH_BYTES_MAX or len(batches[-1]) == BATCH_SHARDS_MAX:
+            batches.append([])
+            size = 0
+        batches[-1].append(shard)
+        size += shard.size
+    return batches

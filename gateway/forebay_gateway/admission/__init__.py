@@ -1,0 +1,1 @@
+"""Who may put how much: space is reserved before data flows."""

@@ -1,0 +1,293 @@
+"""The only place where components meet: a configuration in, a gateway out, started and stopped in order.
+
+Owns the wiring and its order. Does not own signals or exit codes (serve.py).
+"""
+
+import asyncio
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from forebay_gateway.admission.budget import Budget
+from forebay_gateway.base.clock import Clock, SystemClock
+from forebay_gateway.base.metrics import LoopLag
+from forebay_gateway.base.tasks import Crew, Worker
+from forebay_gateway.cache.io import IoPool
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.catalog import Catalog
+from forebay_gateway.core.config import Config
+from forebay_gateway.core.errors import StartupError
+from forebay_gateway.movers.jobs import Setup
+from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.paths.commit import CommitPath
+from forebay_gateway.paths.complete import Announcer, Completion
+from forebay_gateway.paths.drain import Drain, held_setting
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.health import Health
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.read import ReadPath
+from forebay_gateway.paths.recover import recover, recover_copies
+from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.wait import Waiter
+from forebay_gateway.paths.write import WritePath
+from forebay_gateway.rpc.admin_service import AdminService
+from forebay_gateway.rpc.gateway_service import GatewayService, Paths
+from forebay_gateway.tiers.factory import open_tier
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.frames import MAX_MESSAGE_BYTES
+from forebay_wire.v1 import admin_pb2, gateway_pb2
+
+log = logging.getLogger("forebay.gateway")
+
+SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin")
+RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
+
+# Clients ping every 30 s (client/forebay); a server that thinks this too often would cut healthy connections.
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+class Gateway:
+    """A running gateway. `await Gateway.start(config)`, then `run()`, then `stop()`."""
+
+    def __init__(self, node: Node, source: str) -> None:
+        self.node = node
+        self._source = source
+        self._crew = Crew()
+        self._server: grpc.aio.Server | None = None
+        self._health_service = health.aio.HealthServicer()
+        self._lag = LoopLag(node.clock, interval_s=0.05)
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def start(cls, config: Config, source: str, clock: Clock | None = None) -> "Gateway":
+        """Open, recover, serve. Raises StartupError with what to do; nothing stays open then."""
+        clock = clock or SystemClock()
+        failures: list[BaseException] = []
+        node = await _open_node(config, clock, failures.append)
+        gateway = cls(node, source)
+        try:
+            await recover(node)
+            gateway._wire()
+            await gateway._listen()
+        except BaseException:
+            await gateway.stop(0.0)
+            raise
+        return gateway
+
+    def _wire(self) -> None:
+        """Paths, workers, services."""
+        node = self.node
+        evictor = Evictor(node)
+        finder = Finder(node)
+        writes = WritePath(node, evictor)
+        commits = CommitPath(node, writes)
+        retention = Retention(node, finder)
+        paths = Paths(writes, commits, finder, ReadPath(node, finder, evictor), Waiter(node, finder), retention)
+        watch = Health(node, node.clock, self._lag)
+        drains: dict[str, Drain] = {}
+        for tier in node.tiers.values():
+            drains[tier.name] = self._wire_tier(tier)
+        changing = [
+            Worker("evict", evictor.step, node.clock, 5.0),
+            Worker("announce", Announcer(node).step, node.clock, 5.0),
+            Worker("retain", retention.step, node.clock, 60.0),
+        ]
+        quiet = [Worker("silent", commits.drop_silent, node.clock, 60.0), Worker("health", watch.step, node.clock, 1.0)]
+        for worker in changing:
+            node.changes.listen(worker.wake)
+        for worker in (*changing, *quiet):
+            self._crew.add(worker)
+        self._crew.add("loop lag", self._lag.run)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers(
+            (
+                handlers(gateway_pb2.DESCRIPTOR.services_by_name["Gateway"], GatewayService(node, paths)),
+                handlers(
+                    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+                    AdminService(node, watch, writes, drains, self._source),
+                ),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def _wire_tier(self, tier: MonitoredTier) -> Drain:
+        """A tier's three workers: probe, drain, completion."""
+        node = self.node
+        workers: list[Worker] = []
+
+        def wake_all() -> None:
+            for worker in workers:
+                worker.wake()
+
+        drain = Drain(node, tier, recover_copies=partial(recover_copies, node, tier), verified=wake_all)
+        completion = Completion(node, tier, drain)
+        workers += [
+            Worker(f"drain {tier.name}", drain.step, node.clock, 5.0),
+            Worker(f"complete {tier.name}", completion.step, node.clock, 5.0),
+        ]
+        probe = Worker(f"probe {tier.name}", tier.step, node.clock, 15.0)
+
+        def returned() -> None:
+            drain.retry_now()
+            wake_all()
+
+        tier.on_return(returned)
+        tier.on_failure(probe.wake)
+        node.changes.listen(wake_all)
+        for worker in (*workers, probe):
+            self._crew.add(worker)
+        return drain
+
+    async def _listen(self) -> None:
+        assert self._server is not None
+        for address in self.node.config.node.listen:
+            await _bind(self._server, address)
+        await self._server.start()
+        for service in ("", *SERVICES):
+            await self._health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def run(self) -> None:
+        """Until stop(), or until a background task or the catalog fails: then that error is raised."""
+        await self._crew.run_until_failure()
+
+    async def stop(self, grace_s: float) -> None:
+        """In order: no new calls, streams end, workers finish their step, movers end, catalog closes, the lock goes."""
+        node = self.node
+        for service in ("", *SERVICES):
+            await self._health_service.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        stopping = asyncio.ensure_future(self._crew.stop(grace_s))
+        await node.movers.stop(min(grace_s, 2.0))
+        await stopping
+        for tier in node.tiers.values():
+            await tier.tier.close()
+        await node.catalog.close()
+        node.io.close()
+        node.cache.release()
+        _remove_sockets(node.config.node.listen)
+
+
+async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseException], None]) -> Node:
+    """Disk, catalog, tiers, movers; what was opened is closed again when a later step fails."""
+    path = Path(config.cache.path)
+    cache = await asyncio.to_thread(CacheDir.open, path, config.node.id)
+    cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
+    io = IoPool(threads=4, buffer_size=config.cache.chunk_size, buffers=max(8, (64 << 20) // config.cache.chunk_size))
+    try:
+        names = [tier.name for tier in config.tiers]
+        catalog = await Catalog.open(path / "catalog", tiers=names, node=config.node.id, on_failure=failed)
+        with catalog.read() as txn:
+            used = txn.totals().used
+            held = {name for name in names if txn.setting(held_setting(name))}
+    except BaseException:
+        io.close()
+        cache.release()
+        raise
+    tiers = {}
+    for tier_config in config.tiers:
+        tier = MonitoredTier(open_tier(tier_config), required=tier_config.required, clock=clock)
+        tier.held = tier.name in held
+        tiers[tier.name] = tier
+    setup = Setup("", str(path), config.tiers, config.log.level, config.log.format)
+    budget = Budget(
+        config.cache.capacity or int(shutil.disk_usage(path).total * 0.8),
+        soft=config.cache.soft,
+        hard=config.cache.hard,
+        refuse=config.cache.refuse,
+        reopen=config.cache.reopen,
+        used=used,
+        drain_rate=lambda: min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0),
+    )
+    return Node(
+        id=config.node.id,
+        config=config,
+        clock=clock,
+        catalog=catalog,
+        cache=cache,
+        io=io,
+        budget=budget,
+        tiers=tiers,
+        movers=MoverPool(setup, names, config.node.movers, clock),
+    )
+
+
+def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
+    """The service's methods, by its descriptor; raw ones without (de)serializers."""
+    made: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in service.methods:
+        raw = method.name in RAW_METHODS
+        request, response = method.input_type._concrete_class, method.output_type._concrete_class
+        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+        made[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=None if raw else request.FromString,
+            response_serializer=None if raw else response.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+async def _bind(server: grpc.aio.Server, address: str) -> None:
+    """Listen on an address, or StartupError that says why not."""
+    if (path := socket_path(address)) is not None:
+        await asyncio.to_thread(_claim_socket, path)
+        target = f"unix:{path}"
+    else:
+        target = address
+    try:
+        server.add_insecure_port(target)
+    except RuntimeError as error:
+        raise StartupError(
+            f"cannot listen on {address}: it is in use, or this user may not; choose another in node.listen", cause=error
+        ) from error
+
+
+def socket_path(address: str) -> Path | None:
+    """The file of a unix address, None for a TCP one."""
+    if address.startswith("unix:"):
+        return Path("/" + address.removeprefix("unix:").lstrip("/"))
+    return None
+
+
+def _claim_socket(path: Path) -> None:
+    """Remove a socket that nobody serves any more; refuse one that somebody does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise StartupError(f"{path} is there and is no socket; remove it or choose another node.listen")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            raise StartupError(f"cannot use the socket {path}: {error}") from error
+    raise StartupError(f"another gateway serves {path}; stop it or choose another node.listen")
+
+
+def _remove_sockets(addresses: Iterable[str]) -> None:
+    for address in addresses:
+        if (path := socket_path(address)) is not None:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,8 @@
+"""What this node knows, durable: runs, checkpoints, sessions, parts, shards, copies. LMDB below, rows of core/records above."""
+
+from forebay_gateway.catalog.env import Catalog
+from forebay_gateway.catalog.mutations import WriteTxn
+from forebay_gateway.catalog.queries import ReadTxn
+from forebay_gateway.catalog.schema import CatalogDamaged
+
+__all__ = ["Catalog", "CatalogDamaged", "ReadTxn", "WriteTxn"]

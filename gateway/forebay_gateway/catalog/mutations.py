@@ -1,0 +1,327 @@
+"""What may change in the catalog: the verbs.
+
+Owns which rows change together, and what is refused. How a row is kept with its indexes and sums is rows.py; when an act runs
+and becomes durable is env. Knows nothing of files.
+"""
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from forebay_gateway.catalog import schema
+from forebay_gateway.catalog.rows import RowKeeper
+from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.records import (
+    CheckpointRow,
+    CopyRow,
+    Origin,
+    PartRow,
+    PartState,
+    PublishState,
+    SessionRow,
+    ShardKey,
+    ShardRow,
+    UploadRow,
+)
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState, next_copy_state, next_shard_state
+from forebay_wire.manifest import Manifest, ShardEntry
+
+
+class WriteTxn(RowKeeper):
+    """One act's changes; sees its own writes. An act may be run again after a rollback: it must change nothing else."""
+
+    # Sessions and parts.
+
+    def open_session(
+        self, run: str, step: int, session: str, writers: int, *, session_id: int, origin: Origin = Origin.LOCAL
+    ) -> SessionRow:
+        """The session with this name, made under `session_id` where there is none yet.
+
+        Raises InvalidArgument where it exists with other `writers`, Unavailable while the checkpoint is being deleted.
+        """
+        checkpoint = self.checkpoint(run, step)
+        if checkpoint is not None and checkpoint.deleting:
+            raise Unavailable("the checkpoint is being deleted", retry_after_s=1, run=run, step=step)
+        existing = self.find_session(run, step, session)
+        if existing is not None:
+            if existing.writers != writers:
+                raise InvalidArgument(
+                    f"session {session!r} was opened with {existing.writers} writers, now {writers} are asked for",
+                    run=run,
+                    step=step,
+                )
+            return existing
+        if self.session(session_id) is not None:
+            raise AlreadyExists("the session id is taken", session_id=session_id)
+        row = SessionRow(session_id, run, step, session, writers, origin)
+        self._put_session(row)
+        self._put(self._db.session_names, schema.session_name_key(run, step, session), schema.u64(session_id))
+        self._put(self._db.runs, schema.run_key(run), run.encode("utf-8"))
+        grown = checkpoint or CheckpointRow(run, step)
+        self._put_checkpoint(replace(grown, session_ids=(*grown.session_ids, session_id)))
+        self._id_seen = max(self._id_seen, session_id)
+        return row
+
+    def open_part(self, session_id: int, writer: int) -> PartRow:
+        """The writer's part, made OPEN where there is none yet. Raises NotFound, InvalidArgument."""
+        existing = self.part(session_id, writer)
+        if existing is not None:
+            return existing
+        session = self._session(session_id)
+        if writer >= session.writers:
+            raise InvalidArgument(f"writer {writer} of a session with {session.writers} writers", session_id=session_id)
+        row = PartRow(session_id, writer)
+        self._put_part(row)
+        return row
+
+    def seal(self, row: ShardRow, chunks: bytes) -> None:
+        """Add a SEALED shard with its packed chunk CRC table; sealing the same shard again replaces its row.
+
+        Raises AlreadyExists where another shard of the session has this name or the part is committed; NotFound without a part.
+        """
+        if row.state is not ShardState.SEALED:
+            raise ValueError(f"seal() takes a SEALED row, not one that is {row.state.value}")
+        if self._part(row.session_id, row.writer).state is PartState.COMMITTED:
+            raise AlreadyExists("the part is committed", session_id=row.session_id, writer=row.writer, name=row.name)
+        existing = self.shard(row.key)
+        if existing is not None and (existing.name, existing.writer) != (row.name, row.writer):
+            raise AlreadyExists("the shard id is taken", session_id=row.session_id, shard_id=row.shard_id, name=existing.name)
+        self._add_shard(existing, row, chunks)
+
+    def next_commit_seq(self) -> int:
+        """An order for a commit_part, higher than all before; each call gives another. One that is not used leaves a gap."""
+        return self._commits.take()
+
+    def commit_part(
+        self, session_id: int, writer: int, metadata_json: str, tiers: Sequence[str], commit_seq: int | None = None
+    ) -> SessionRow:
+        """Commit the part: each of its shards gets a PENDING copy on each of `tiers`, and the session is to be published there.
+
+        `commit_seq` is given by a part file, or by next_commit_seq(); None takes the next. A part that is committed stays as it
+        is. A tier on which the session is published already keeps its state. Raises NotFound.
+        """
+        session, part = self._session(session_id), self._part(session_id, writer)
+        if part.state is PartState.COMMITTED:
+            return session
+        order = self._take_order(commit_seq)
+        shards = list(self.shards(session_id, writer))
+        for shard in shards:
+            self._reorder(shard, part.commit_seq, order)
+        size = sum(shard.size for shard in shards)
+        self._put_part(
+            replace(
+                part,
+                state=PartState.COMMITTED,
+                metadata_json=metadata_json,
+                commit_seq=order,
+                shard_count=len(shards),
+                size=size,
+            )
+        )
+        for tier in tiers:
+            self._queue_copies(shards, self._tiers.number(tier), order)
+        publish = dict.fromkeys(tiers, PublishState.PENDING) | session.publish
+        row = replace(session, commit_seq=max(session.commit_seq, order), publish=publish)
+        self._put_session(row)
+        return row
+
+    def add_copies(self, session_id: int, writer: int, tier: str) -> int:
+        """PENDING copies for those shards of a committed part that have none on the tier; how many. Raises NotFound."""
+        part = self._part(session_id, writer)
+        if part.state is not PartState.COMMITTED:
+            raise InvalidArgument("the part is not committed", session_id=session_id, writer=writer)
+        return self._queue_copies(list(self.shards(session_id, writer)), self._tiers.number(tier), part.commit_seq)
+
+    def drop_part(self, session_id: int, writer: int) -> list[ShardRow]:
+        """Remove an OPEN part and all its shards, and a session or checkpoint that is empty then; the shards' last rows.
+
+        Raises AlreadyExists for a committed part, NotFound.
+        """
+        part = self._part(session_id, writer)
+        if part.state is PartState.COMMITTED:
+            raise AlreadyExists("part is committed", session_id=session_id, writer=writer)
+        rows = list(self.shards(session_id, writer))
+        for row in rows:
+            self._drop_shard(row)
+        self._drop_part_row(part)
+        if not self.parts(session_id):
+            self._drop_session_row(self._session(session_id))
+        return rows
+
+    def part_recorded(self, session_id: int, writer: int, tier: str) -> None:
+        """Note that the part's record lies on the tier."""
+        part = self._part(session_id, writer)
+        self._tiers.number(tier)
+        if tier not in part.recorded:
+            self._put_part(replace(part, recorded=(*part.recorded, tier)))
+
+    def set_publish(self, session_id: int, tier: str, state: PublishState) -> SessionRow:
+        """Where the session stands on the tier. Raises NotFound."""
+        session = self._session(session_id)
+        self._tiers.number(tier)
+        row = replace(session, publish={**session.publish, tier: state})
+        self._put_session(row)
+        return row
+
+    def note_parts(self, session_id: int, parts: dict[int, str]) -> None:
+        """Add parts (writer: node) that are durable elsewhere."""
+        session = self._session(session_id)
+        self._put_session(replace(session, known_parts={**session.known_parts, **parts}))
+
+    def note_predecessors(self, session_id: int, sessions: Sequence[str]) -> None:
+        """Add sessions whose manifest stood on a tier when this one began."""
+        session = self._session(session_id)
+        self._put_session(replace(session, predecessors=tuple(dict.fromkeys((*session.predecessors, *sessions)))))
+
+    def set_reason(self, session_id: int, reason: str) -> None:
+        """Why the session cannot complete; empty where nothing is known."""
+        self._put_session(replace(self._session(session_id), reason=reason))
+
+    def drop_session(self, session_id: int) -> list[ShardRow]:
+        """Remove the session with all its rows, and the checkpoint when it was the last; the rows that still have a file.
+
+        Uploads that were begun are forgotten too: abort them first. Raises NotFound.
+        """
+        session = self._session(session_id)
+        rows = list(self.shards(session_id))
+        for row in rows:
+            self._drop_shard(row)
+        for part in self.parts(session_id):
+            self._drop_part_row(part)
+        self._drop_session_row(session)
+        return [row for row in rows if row.disk_size > 0]
+
+    # Checkpoints.
+
+    def set_pinned(self, run: str, step: int, pinned: bool) -> CheckpointRow:
+        """Keep the checkpoint, or no longer. Raises NotFound."""
+        row = replace(self._checkpoint(run, step), pinned=pinned)
+        self._put_checkpoint(row)
+        return row
+
+    def mark_deleting(self, run: str, step: int) -> CheckpointRow:
+        """Let no session be opened in the checkpoint any more; it goes with its last session. Raises NotFound."""
+        row = replace(self._checkpoint(run, step), deleting=True)
+        self._put_checkpoint(row)
+        self._put(self._db.deleting, schema.checkpoint_key(run, step), b"")
+        return row
+
+    # Shards and copies.
+
+    def drop_shard(self, key: ShardKey) -> ShardRow | None:
+        """Remove one shard with all that hangs on it; its last row. A committed part keeps the counts it was committed with."""
+        row = self.shard(key)
+        if row is not None:
+            self._drop_shard(row)
+        return row
+
+    def shard_event(self, key: ShardKey, event: ShardEvent, *, disk_size: int | None = None) -> ShardRow:
+        """Move the shard by the table. FETCHED needs the new file's `disk_size`; UNLINKED sets it to 0.
+
+        Raises NotFound, IllegalTransition.
+        """
+        row = self._shard(key)
+        state = next_shard_state(row.state, event)
+        if event is ShardEvent.FETCHED:
+            if disk_size is None:
+                raise ValueError("FETCHED needs disk_size")
+            self._put(self._db.fetched, schema.shard_key(key), schema.u64(self._take_order(None)))
+        if state is ShardState.EVICTED:
+            disk_size = 0
+        moved = replace(row, state=state, disk_size=row.disk_size if disk_size is None else disk_size)
+        self._put_shard(row, moved)
+        if state is ShardState.EVICTED:
+            self._delete(self._db.fetched, schema.shard_key(key))
+        return moved
+
+    def copy_event(self, key: ShardKey, tier: str, event: CopyEvent, *, error: str = "", tag: str = "") -> CopyRow:
+        """Move the copy by the table. FAIL counts an attempt. An error stays until the next one, or until VERIFY.
+
+        Raises NotFound, IllegalTransition.
+        """
+        row, number = self._shard(key), self._tiers.number(tier)
+        old = self.copy(key, tier)
+        if old is None:
+            raise NotFound("the shard has no copy there", tier=tier, session_id=key.session_id, shard_id=key.shard_id)
+        new = CopyRow(
+            state=next_copy_state(old.state, event),
+            attempts=old.attempts + (event is CopyEvent.FAIL),
+            error=error or ("" if event is CopyEvent.VERIFY else old.error),
+            tag=tag or ("" if event is CopyEvent.GONE else old.tag),
+        )
+        self._put_copy(row, number, old, new, self._commit_order(row))
+        return new
+
+    def record_upload(self, key: ShardKey, tier: str, upload: UploadRow) -> None:
+        """Remember an upload before its first part is sent. Raises NotFound."""
+        self._shard(key)
+        self._put(self._db.uploads, schema.copy_key(key, self._tiers.number(tier)), schema.UPLOAD.encode(upload))
+
+    def clear_upload(self, key: ShardKey, tier: str) -> None:
+        """Forget it: completed or aborted."""
+        self._delete(self._db.uploads, schema.copy_key(key, self._tiers.number(tier)))
+
+    def adopt_manifest(self, manifest: Manifest, tier: str, *, session_id: int, new_id: Callable[[], int]) -> SessionRow:
+        """Take in a checkpoint that is complete on the tier, so that it can be restored here.
+
+        Shards that are not here are added as EVICTED with a VERIFIED copy; those that are here keep their state, and their copy
+        is VERIFIED unless it is QUARANTINED. Raises Corrupt where one differs from the manifest, and as open_session does.
+        """
+        number = self._tiers.number(tier)
+        session = self.open_session(
+            manifest.run,
+            manifest.step,
+            manifest.session,
+            manifest.writers,
+            session_id=session_id,
+            origin=Origin.TIER,
+        )
+        for part in manifest.parts:
+            if self.part(session.id, part.writer) is None:
+                size = sum(entry.size for entry in part.shards)
+                row = PartRow(session.id, part.writer, PartState.COMMITTED, shard_count=len(part.shards), size=size)
+                self._put_part(row)
+        for writer, entry in manifest.shards():
+            self._adopt_shard(session.id, writer, entry, number, new_id)
+        return self.set_publish(session.id, tier, PublishState.COMPLETE)
+
+    def set_setting(self, name: str, value: bytes | None) -> None:
+        """Keep a small named value; None removes it. Names have 1 to 511 bytes."""
+        key = name.encode("utf-8")
+        if not 1 <= len(key) <= schema.KEY_BYTES_MAX:
+            raise InvalidArgument(f"a setting's name has 1 to {schema.KEY_BYTES_MAX} bytes, not {len(key)}")
+        if value is None:
+            self._delete(self._db.settings, key)
+        else:
+            self._put(self._db.settings, key, value)
+
+    # Parts of the above.
+
+    def _queue_copies(self, shards: list[ShardRow], tier: int, order: int) -> int:
+        """Give those shards that have no copy on the tier a PENDING one."""
+        added = 0
+        for shard in shards:
+            if self._get(self._db.copies, schema.copy_key(shard.key, tier)) is None:
+                self._put_copy(shard, tier, None, CopyRow(CopyState.PENDING), order)
+                added += 1
+        return added
+
+    def _adopt_shard(self, session_id: int, writer: int, entry: ShardEntry, tier: int, new_id: Callable[[], int]) -> None:
+        row = self.shard_by_name(session_id, entry.name)
+        if row is None:
+            key = ShardKey(session_id, new_id())
+            row = ShardRow(*key, writer, entry.name, entry.size, entry.chunk_size, entry.crc32c, ShardState.EVICTED, 0)
+            self._add_shard(None, row, entry.chunks)
+        elif (row.size, row.crc32c) != (entry.size, entry.crc32c):
+            raise Corrupt(
+                f"the manifest and this node disagree on shard {entry.name!r}",
+                session_id=session_id,
+                here=f"{row.size}/{row.crc32c:08x}",
+                manifest=f"{entry.size}/{entry.crc32c:08x}",
+            )
+        data = self._get(self._db.copies, schema.copy_key(row.key, tier))
+        old = None if data is None else schema.COPY.decode(data)
+        # A manifest is no proof against bytes that were seen to be bad.
+        if old is None or old.state is not CopyState.QUARANTINED:
+            new = replace(old or CopyRow(CopyState.VERIFIED), state=CopyState.VERIFIED, error="")
+            self._put_copy(row, tier, old, new, self._commit_order(row))

@@ -1,0 +1,245 @@
+"""What can be asked of the catalog, inside one snapshot.
+
+Owns look-ups, scans and sums. Does not own when a snapshot begins and ends (env), and changes nothing.
+"""
+
+from collections.abc import Iterator
+
+from forebay_gateway.catalog import schema
+from forebay_gateway.catalog.schema import CatalogDamaged, Database, Databases, TierNumbers, Transaction
+from forebay_gateway.core.errors import NotFound
+from forebay_gateway.core.records import (
+    CheckpointRow,
+    CopyRow,
+    PartRow,
+    PendingCopy,
+    SessionRow,
+    ShardKey,
+    ShardRow,
+    TierTotals,
+    Totals,
+    UploadRow,
+)
+from forebay_gateway.core.states import CopyState, ShardState
+
+# A copy is in its tier's queue until one of these is reached. QUARANTINED is in it: it still has to be put again.
+OUT_OF_QUEUE = frozenset({CopyState.VERIFIED, CopyState.SKIPPED})
+
+
+class ReadTxn:
+    """One snapshot. Rows are immutable and outlive it; iterators do not, and raise RuntimeError when it has ended."""
+
+    def __init__(self, txn: Transaction, databases: Databases, tiers: TierNumbers) -> None:
+        self._txn = txn
+        self._db = databases
+        self._tiers = tiers
+        self._ended = ""
+
+    def end(self, reason: str) -> None:
+        """Make every later use raise RuntimeError(reason)."""
+        self._ended = reason
+
+    def _get(self, database: Database, key: bytes) -> bytes | None:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        return self._txn.get(key, db=database)
+
+    def _scan(self, database: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """Entries whose key begins with `prefix`, in key order, from `start` on. The database must not change meanwhile."""
+        if self._ended:
+            raise RuntimeError(self._ended)
+        with self._txn.cursor(database) as cursor:
+            first = prefix if start is None else start
+            if not (cursor.set_range(first) if first else cursor.first()):
+                return
+            for key, value in cursor:
+                if not key.startswith(prefix):
+                    return
+                yield key, value
+                if self._ended:
+                    raise RuntimeError(self._ended)
+
+    # Runs, checkpoints, sessions, parts.
+
+    def runs(self) -> list[str]:
+        """Names of all runs, sorted."""
+        return sorted(value.decode("utf-8") for _, value in self._scan(self._db.runs))
+
+    def checkpoint(self, run: str, step: int) -> CheckpointRow | None:
+        """The checkpoint, None where this node has nothing of it."""
+        data = self._get(self._db.checkpoints, schema.checkpoint_key(run, step))
+        return None if data is None else schema.CHECKPOINT.decode(data)
+
+    def checkpoints(self, run: str) -> Iterator[CheckpointRow]:
+        """The run's checkpoints, by step."""
+        for _, value in self._scan(self._db.checkpoints, schema.run_key(run)):
+            yield schema.CHECKPOINT.decode(value)
+
+    def deleting(self) -> list[CheckpointRow]:
+        """Checkpoints that are marked for deletion."""
+        rows = []
+        for key, _ in self._scan(self._db.deleting):
+            data = self._get(self._db.checkpoints, key)
+            rows.append(schema.CHECKPOINT.decode(self._there(data, "deleting", key)))
+        return rows
+
+    def session(self, session_id: int) -> SessionRow | None:
+        """The session with this id."""
+        data = self._get(self._db.sessions, schema.u64(session_id))
+        return None if data is None else schema.SESSION.decode(data)
+
+    def find_session(self, run: str, step: int, session: str) -> SessionRow | None:
+        """The session with this name."""
+        data = self._get(self._db.session_names, schema.session_name_key(run, step, session))
+        row = None if data is None else self.session(schema.number_of(data))
+        return row if row is not None and (row.run, row.step, row.session) == (run, step, session) else None
+
+    def sessions(self) -> Iterator[SessionRow]:
+        """All sessions, by id. A full scan."""
+        for _, value in self._scan(self._db.sessions):
+            yield schema.SESSION.decode(value)
+
+    def unpublished(self, tier: str) -> Iterator[SessionRow]:
+        """Sessions that are PENDING on the tier, in the order of the commits that made them so."""
+        for key, _ in self._scan(self._db.publish, schema.tier_prefix(self._tiers.number(tier))):
+            data = self._get(self._db.sessions, schema.u64(schema.session_of_publish_key(key)))
+            yield schema.SESSION.decode(self._there(data, "publish", key))
+
+    def open_parts(self) -> Iterator[PartRow]:
+        """Parts that are OPEN, by session and writer."""
+        for key, _ in self._scan(self._db.open_parts):
+            yield schema.PART.decode(self._there(self._get(self._db.parts, key), "open_parts", key))
+
+    def part(self, session_id: int, writer: int) -> PartRow | None:
+        """One writer's part."""
+        data = self._get(self._db.parts, schema.part_key(session_id, writer))
+        return None if data is None else schema.PART.decode(data)
+
+    def parts(self, session_id: int) -> list[PartRow]:
+        """The session's parts on this node, by writer."""
+        return [schema.PART.decode(value) for _, value in self._scan(self._db.parts, schema.u64(session_id))]
+
+    # Shards.
+
+    def shard(self, key: ShardKey) -> ShardRow | None:
+        """The shard with this key."""
+        data = self._get(self._db.shards, schema.shard_key(key))
+        return None if data is None else schema.SHARD.decode(data)
+
+    def shard_by_name(self, session_id: int, name: str) -> ShardRow | None:
+        """The session's shard with this name."""
+        data = self._get(self._db.names, schema.name_key(session_id, name))
+        row = None if data is None else self.shard(ShardKey(session_id, schema.number_of(data)))
+        return row if row is not None and row.name == name else None
+
+    def shards(self, session_id: int, writer: int | None = None) -> Iterator[ShardRow]:
+        """The session's shards, or only one writer's, by shard id."""
+        if writer is None:
+            for _, value in self._scan(self._db.shards, schema.u64(session_id)):
+                yield schema.SHARD.decode(value)
+            return
+        for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer)):
+            yield self._indexed_shard(schema.shard_of_part_shard_key(key), "part_shards", key)
+
+    def chunks(self, key: ShardKey) -> bytes:
+        """The shard's packed chunk CRC table. Raises NotFound."""
+        data = self._get(self._db.chunks, schema.shard_key(key))
+        if data is None:
+            raise NotFound("the catalog has no such shard", session_id=key.session_id, shard_id=key.shard_id)
+        return data
+
+    def cached(self) -> Iterator[ShardRow]:
+        """Every shard that should have a file in the cache. A full scan."""
+        for _, value in self._scan(self._db.shards):
+            row = schema.SHARD.decode(value)
+            if row.disk_size > 0:
+                yield row
+
+    def evictable(self) -> Iterator[ShardRow]:
+        """EVICTABLE shards, those first that came first into the cache: by their part's commit or their fetch from a tier."""
+        for key, _ in self._scan(self._db.evictable):
+            yield self._indexed_shard(schema.shard_of_evictable_key(key), "evictable", key)
+
+    # Copies.
+
+    def copy(self, key: ShardKey, tier: str) -> CopyRow | None:
+        """The shard's copy on the tier."""
+        data = self._get(self._db.copies, schema.copy_key(key, self._tiers.number(tier)))
+        return None if data is None else schema.COPY.decode(data)
+
+    def copies(self, key: ShardKey) -> dict[str, CopyRow]:
+        """The shard's copies by tier name."""
+        return {self._tiers.name(tier): row for tier, row in self._copy_rows(key)}
+
+    def _copy_rows(self, key: ShardKey) -> list[tuple[int, CopyRow]]:
+        found = self._scan(self._db.copies, schema.shard_key(key))
+        return [(schema.copy_of_key(entry)[1], schema.COPY.decode(value)) for entry, value in found]
+
+    def pending(self, tier: str, after: PendingCopy | None = None) -> Iterator[PendingCopy]:
+        """The tier's drain queue in order, from behind `after`: copies that are neither VERIFIED nor SKIPPED."""
+        number = self._tiers.number(tier)
+        start = None if after is None else schema.pending_key(number, after.order, after.key)
+        for key, _ in self._scan(self._db.pending, schema.tier_prefix(number), start):
+            if key != start:
+                yield PendingCopy(*schema.pending_of_key(key))
+
+    def part_progress(self, session_id: int, writer: int, tier: str) -> tuple[int, int, int, int]:
+        """(verified shards, shards, verified bytes, bytes) of a part's copies on the tier; SKIPPED ones count nowhere."""
+        key = schema.progress_key(session_id, writer, self._tiers.number(tier))
+        verified, shards, verified_bytes, size = self._sums(self._db.progress, key, schema.PROGRESS_LENGTH)
+        return verified, shards, verified_bytes, size
+
+    def upload(self, key: ShardKey, tier: str) -> UploadRow | None:
+        """The upload that was begun for this copy."""
+        data = self._get(self._db.uploads, schema.copy_key(key, self._tiers.number(tier)))
+        return None if data is None else schema.UPLOAD.decode(data)
+
+    def uploads(self) -> Iterator[tuple[ShardKey, str, UploadRow]]:
+        """All uploads that were begun and not cleared."""
+        for entry, value in self._scan(self._db.uploads):
+            key, tier = schema.copy_of_key(entry)
+            yield key, self._tiers.name(tier), schema.UPLOAD.decode(value)
+
+    # Sums and settings.
+
+    def totals(self) -> Totals:
+        """The running sums; a handful of look-ups, whatever the catalog holds."""
+        used, dirty, shards = self._sums(self._db.meta, schema.META_TOTALS, schema.TOTALS_LENGTH)
+        tiers = {}
+        for name, number in self._tiers.items():
+            copies, size = self._sums(self._db.meta, schema.queue_key(number), schema.QUEUE_LENGTH)
+            tiers[name] = TierTotals(copies, size)
+        return Totals(used, dirty, shards, tiers)
+
+    def recount(self) -> Totals:
+        """What totals() should say, from the rows themselves. A full scan, for fsck and tests."""
+        used = dirty = shards = 0
+        queued = {number: [0, 0] for _, number in self._tiers.items()}
+        for _, value in self._scan(self._db.shards):
+            row = schema.SHARD.decode(value)
+            shards += 1
+            used += row.disk_size
+            dirty += row.disk_size if row.state is ShardState.SEALED else 0
+            for tier, copy in self._copy_rows(row.key):
+                if copy.state not in OUT_OF_QUEUE:
+                    queued[tier][0] += 1
+                    queued[tier][1] += row.size
+        return Totals(used, dirty, shards, {name: TierTotals(*queued[number]) for name, number in self._tiers.items()})
+
+    def setting(self, name: str) -> bytes | None:
+        """A small named value."""
+        key = name.encode("utf-8")
+        return self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
+
+    def _sums(self, database: Database, key: bytes, length: int) -> tuple[int, ...]:
+        return schema.unpack_sums(self._get(database, key), length)
+
+    def _indexed_shard(self, shard: ShardKey, index: str, key: bytes) -> ShardRow:
+        data = self._get(self._db.shards, schema.shard_key(shard))
+        return schema.SHARD.decode(self._there(data, index, key))
+
+    @staticmethod
+    def _there(data: bytes | None, index: str, key: bytes) -> bytes:
+        if data is None:
+            raise CatalogDamaged("an index names a row that is not there", index=index, key=key.hex())
+        return data

@@ -1,0 +1,274 @@
+"""How rows are kept together with their indexes and sums.
+
+Owns the entries that hang on each row: all changes of a shard go through _put_shard and all of a copy through _put_copy, so
+that sums and indexes cannot drift from the rows. Does not own which rows change in one act (mutations).
+"""
+
+import threading
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from forebay_gateway.catalog import schema
+from forebay_gateway.catalog.queries import OUT_OF_QUEUE, ReadTxn
+from forebay_gateway.catalog.schema import CatalogDamaged, Database, Databases, TierNumbers, Transaction
+from forebay_gateway.core.errors import AlreadyExists, NotFound
+from forebay_gateway.core.records import (
+    CheckpointRow,
+    CopyRow,
+    PartRow,
+    PartState,
+    PublishState,
+    SessionRow,
+    ShardKey,
+    ShardRow,
+    Totals,
+)
+from forebay_gateway.core.states import CopyState, ShardState
+
+_R = TypeVar("_R")
+
+
+class RisingNumber:
+    """A number that only rises, shared between threads. What was taken and then rolled back leaves a gap, never a repeat."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        """The next number."""
+        with self._lock:
+            self._last += 1
+            return self._last
+
+    def raise_to(self, floor: int) -> None:
+        """Give nothing up to `floor` from now on."""
+        with self._lock:
+            self._last = max(self._last, floor)
+
+
+class RowKeeper(ReadTxn):
+    """What the verbs of WriteTxn are made of; sees its own writes."""
+
+    def __init__(self, txn: Transaction, databases: Databases, tiers: TierNumbers, commits: RisingNumber) -> None:
+        super().__init__(txn, databases, tiers)
+        self._commits = commits
+        self._deltas: dict[tuple[bool, bytes], list[int]] = {}  # (of progress, else of meta; key): what to add to the sums
+        self._id_seen = 0
+
+    def totals(self) -> Totals:
+        """The running sums, with this act's changes."""
+        self._flush_sums()
+        return super().totals()
+
+    def part_progress(self, session_id: int, writer: int, tier: str) -> tuple[int, int, int, int]:
+        """As in ReadTxn, with this act's changes."""
+        self._flush_sums()
+        return super().part_progress(session_id, writer, tier)
+
+    @property
+    def highest_id(self) -> int:
+        """Of the sessions and shards that the act added; 0 for none."""
+        return self._id_seen
+
+    def finish(self) -> None:
+        """Write what the act left for its end. Called once, by the writer thread, before the act's commit."""
+        self._flush_sums()
+        if self._id_seen:
+            self._raise_meta(schema.META_ID_FLOOR, self._id_seen)
+
+    # Rows that must be there.
+
+    def _session(self, session_id: int) -> SessionRow:
+        return self._found(self.session(session_id), "session", session_id=session_id)
+
+    def _part(self, session_id: int, writer: int) -> PartRow:
+        return self._found(self.part(session_id, writer), "part", session_id=session_id, writer=writer)
+
+    def _shard(self, key: ShardKey) -> ShardRow:
+        return self._found(self.shard(key), "shard", session_id=key.session_id, shard_id=key.shard_id)
+
+    def _checkpoint(self, run: str, step: int) -> CheckpointRow:
+        return self._found(self.checkpoint(run, step), "checkpoint", run=run, step=step)
+
+    @staticmethod
+    def _found(row: _R | None, noun: str, **details: Any) -> _R:
+        if row is None:
+            raise NotFound(f"the catalog has no such {noun}", **details)
+        return row
+
+    # Writing rows with their indexes and sums.
+
+    def _put(self, database: Database, key: bytes, value: bytes) -> None:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        self._txn.put(key, value, db=database)
+
+    def _delete(self, database: Database, key: bytes) -> None:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        self._txn.delete(key, db=database)
+
+    def _put_checkpoint(self, row: CheckpointRow) -> None:
+        self._put(self._db.checkpoints, schema.checkpoint_key(row.run, row.step), schema.CHECKPOINT.encode(row))
+
+    def _put_session(self, row: SessionRow) -> None:
+        self._put(self._db.sessions, schema.u64(row.id), schema.SESSION.encode(row))
+        for tier, state in row.publish.items():
+            self._index_publish(row, self._tiers.number(tier), state is PublishState.PENDING)
+
+    def _index_publish(self, row: SessionRow, tier: int, wanted: bool) -> None:
+        order_key = schema.publish_order_key(row.id, tier)
+        held = self._get(self._db.publish_order, order_key)
+        if wanted and held is None:
+            self._put(self._db.publish_order, order_key, schema.u64(row.commit_seq))
+            self._put(self._db.publish, schema.publish_key(tier, row.commit_seq, row.id), b"")
+        elif held is not None and not wanted:
+            self._delete(self._db.publish_order, order_key)
+            self._delete(self._db.publish, schema.publish_key(tier, schema.number_of(held), row.id))
+
+    def _put_part(self, row: PartRow) -> None:
+        key = schema.part_key(row.session_id, row.writer)
+        self._put(self._db.parts, key, schema.PART.encode(row))
+        if row.state is PartState.OPEN:
+            self._put(self._db.open_parts, key, b"")
+        else:
+            self._delete(self._db.open_parts, key)
+
+    def _add_shard(self, old: ShardRow | None, row: ShardRow, chunks: bytes) -> None:
+        name = schema.name_key(row.session_id, row.name)
+        holder = self._get(self._db.names, name)
+        if holder is not None and schema.number_of(holder) != row.shard_id:
+            raise AlreadyExists("the session has a shard of this name", session_id=row.session_id, name=row.name)
+        self._put(self._db.names, name, schema.u64(row.shard_id))
+        self._put(self._db.part_shards, schema.part_shard_key(row.session_id, row.writer, row.shard_id), b"")
+        self._put(self._db.chunks, schema.shard_key(row.key), chunks)
+        self._put_shard(old, row)
+        self._id_seen = max(self._id_seen, row.shard_id)
+
+    def _put_shard(self, old: ShardRow | None, new: ShardRow | None) -> None:
+        """Replace a shard's row (None: absent) with its share in the totals and its place in `evictable`."""
+        for row, sign in ((old, -1), (new, 1)):
+            if row is None:
+                continue
+            dirty = row.disk_size if row.state is ShardState.SEALED else 0
+            self._add(False, schema.META_TOTALS, sign * row.disk_size, sign * dirty, sign)
+            if row.state is ShardState.EVICTABLE:
+                entry = schema.evictable_key(self._eviction_order(row), row.key)
+                if sign > 0:
+                    self._put(self._db.evictable, entry, b"")
+                else:
+                    self._delete(self._db.evictable, entry)
+        if new is not None:
+            self._put(self._db.shards, schema.shard_key(new.key), schema.SHARD.encode(new))
+        elif old is not None:
+            self._delete(self._db.shards, schema.shard_key(old.key))
+
+    def _put_copy(self, shard: ShardRow, tier: int, old: CopyRow | None, new: CopyRow | None, order: int) -> None:
+        """Replace a copy's row (None: absent) with its place in the queue and its share in the queue's and the part's sums."""
+        progress = schema.progress_key(shard.session_id, shard.writer, tier)
+        for row, sign in ((old, -1), (new, 1)):
+            if row is None:
+                continue
+            count, size = sign, sign * shard.size
+            verified = row.state is CopyState.VERIFIED
+            if row.state is not CopyState.SKIPPED:
+                self._add(True, progress, count * verified, count, size * verified, size)
+            if row.state not in OUT_OF_QUEUE:
+                self._add(False, schema.queue_key(tier), count, size)
+                entry = schema.pending_key(tier, order, shard.key)
+                if sign > 0:
+                    self._put(self._db.pending, entry, b"")
+                else:
+                    self._delete(self._db.pending, entry)
+        key = schema.copy_key(shard.key, tier)
+        if new is not None:
+            self._put(self._db.copies, key, schema.COPY.encode(new))
+        else:
+            self._delete(self._db.copies, key)
+
+    def _reorder(self, shard: ShardRow, old: int, new: int) -> None:
+        """Move a shard's index entries from its part's old order to the new one; only adoption leaves any before a commit."""
+        for tier, copy in self._copy_rows(shard.key):
+            if copy.state not in OUT_OF_QUEUE:
+                self._delete(self._db.pending, schema.pending_key(tier, old, shard.key))
+                self._put(self._db.pending, schema.pending_key(tier, new, shard.key), b"")
+        if shard.state is ShardState.EVICTABLE and self._get(self._db.fetched, schema.shard_key(shard.key)) is None:
+            self._delete(self._db.evictable, schema.evictable_key(old, shard.key))
+            self._put(self._db.evictable, schema.evictable_key(new, shard.key), b"")
+
+    # Removing rows.
+
+    def _drop_shard(self, row: ShardRow) -> None:
+        order, key = self._commit_order(row), schema.shard_key(row.key)
+        for tier, copy in self._copy_rows(row.key):
+            self._put_copy(row, tier, copy, None, order)
+        for entry, _ in list(self._scan(self._db.uploads, key)):
+            self._delete(self._db.uploads, entry)
+        self._put_shard(row, None)
+        self._delete(self._db.fetched, key)
+        self._delete(self._db.chunks, key)
+        self._delete(self._db.names, schema.name_key(row.session_id, row.name))
+        self._delete(self._db.part_shards, schema.part_shard_key(row.session_id, row.writer, row.shard_id))
+
+    def _drop_part_row(self, part: PartRow) -> None:
+        key = schema.part_key(part.session_id, part.writer)
+        self._delete(self._db.parts, key)
+        self._delete(self._db.open_parts, key)
+
+    def _drop_session_row(self, session: SessionRow) -> None:
+        for _, tier in self._tiers.items():
+            self._index_publish(session, tier, False)
+        self._delete(self._db.sessions, schema.u64(session.id))
+        self._delete(self._db.session_names, schema.session_name_key(session.run, session.step, session.session))
+        checkpoint = self._checkpoint(session.run, session.step)
+        left = tuple(each for each in checkpoint.session_ids if each != session.id)
+        if left:
+            self._put_checkpoint(replace(checkpoint, session_ids=left))
+            return
+        key = schema.checkpoint_key(session.run, session.step)
+        self._delete(self._db.checkpoints, key)
+        self._delete(self._db.deleting, key)
+        if next(self._scan(self._db.checkpoints, schema.run_key(session.run)), None) is None:
+            self._delete(self._db.runs, schema.run_key(session.run))
+
+    # Orders and sums.
+
+    def _take_order(self, given: int | None) -> int:
+        """The next number of the one order of commits and fetches, or the given one, kept so that neither comes again."""
+        order = self._commits.take() if given is None else given
+        self._commits.raise_to(order)
+        self._raise_meta(schema.META_COMMIT_SEQ, order)
+        return order
+
+    def _commit_order(self, shard: ShardRow) -> int:
+        part = self.part(shard.session_id, shard.writer)
+        return 0 if part is None else part.commit_seq
+
+    def _eviction_order(self, shard: ShardRow) -> int:
+        fetched = self._get(self._db.fetched, schema.shard_key(shard.key))
+        return self._commit_order(shard) if fetched is None else schema.number_of(fetched)
+
+    def _raise_meta(self, key: bytes, floor: int) -> None:
+        held = self._get(self._db.meta, key)
+        if held is None or schema.number_of(held) < floor:
+            self._put(self._db.meta, key, schema.u64(floor))
+
+    def _add(self, progress: bool, key: bytes, *deltas: int) -> None:
+        sums = self._deltas.setdefault((progress, key), [0] * len(deltas))
+        for index, delta in enumerate(deltas):
+            sums[index] += delta
+
+    def _flush_sums(self) -> None:
+        deltas, self._deltas = self._deltas, {}
+        for (progress, key), delta in deltas.items():
+            database = self._db.progress if progress else self._db.meta
+            held = schema.unpack_sums(self._get(database, key), len(delta))
+            sums = tuple(old + more for old, more in zip(held, delta, strict=True))
+            if min(sums) < 0:
+                raise CatalogDamaged("a sum would fall below zero", key=key.hex(), sums=sums)
+            if any(sums):
+                self._put(database, key, schema.pack_sums(sums))
+            else:
+                self._delete(database, key)

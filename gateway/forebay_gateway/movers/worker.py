@@ -1,0 +1,229 @@
+"""The mover process: `python -m forebay_gateway.movers.worker FD`.
+
+Takes jobs over a socket pair, moves the bytes, proves them, reports each item. Owns no state: what it knows of a shard came
+with the job. It never writes the catalog, and ends when the front's end of the socket closes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from forebay_gateway.base.logs import setup_logging
+from forebay_gateway.cache.io import IoPool
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.cache.reader import ShardReader
+from forebay_gateway.core.errors import Corrupt, ForebayError, Unavailable, to_record
+from forebay_gateway.core.records import ShardKey
+from forebay_gateway.movers import fetch
+from forebay_gateway.movers.jobs import (
+    Ack,
+    Cancel,
+    CheckJob,
+    DrainJob,
+    Failure,
+    FetchJob,
+    ItemDone,
+    ItemFailed,
+    Job,
+    JobDone,
+    Progress,
+    Setup,
+    ShardItem,
+    ToFront,
+    UploadBegun,
+    receive_in_mover,
+    send,
+)
+from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Tier
+from forebay_gateway.tiers.factory import open_tier
+from forebay_wire.manifest import unpack_chunk_crcs
+
+log = logging.getLogger("forebay.mover")
+
+
+class Mover:
+    """One process's work: jobs in, item reports out."""
+
+    def __init__(self, setup: Setup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._setup = setup
+        self._reader = reader
+        self._writer = writer
+        self._cache = CacheDir.attach(Path(setup.cache_path))
+        self._pool = IoPool(threads=4, buffers=32)
+        self._tiers: dict[str, Tier] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
+
+    async def run(self) -> None:
+        """Serve until the front is gone."""
+        try:
+            while (message := await receive_in_mover(self._reader)) is not None:
+                match message:
+                    case DrainJob() | FetchJob() | CheckJob():
+                        task = asyncio.create_task(self._do(message))
+                        self._jobs[message.id] = task
+                        task.add_done_callback(partial(self._ended, message.id))
+                    case Ack(id=job_id, index=index):
+                        if (ack := self._acks.pop((job_id, index), None)) is not None and not ack.done():
+                            ack.set_result(None)
+                    case Cancel(id=job_id):
+                        if (running := self._jobs.get(job_id)) is not None:
+                            running.cancel()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        tasks = list(self._jobs.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for tier in self._tiers.values():
+            with contextlib.suppress(ForebayError, OSError):
+                await tier.close()
+        self._pool.close()
+        self._writer.close()
+
+    def _ended(self, job_id: int, _task: asyncio.Task[None]) -> None:
+        self._jobs.pop(job_id, None)
+
+    def _tell(self, message: ToFront) -> None:
+        send(self._writer, message)
+
+    async def _do(self, job: Job) -> None:
+        try:
+            match job:
+                case DrainJob():
+                    await self._each(job, self._drain_item)
+                case CheckJob():
+                    await self._each(job, self._check_item)
+                case FetchJob():
+                    await self._fetch(job)
+        finally:
+            self._tell(JobDone(job.id))
+
+    def _tier(self, name: str, capabilities: Capabilities) -> Tier:
+        tier = self._tiers.get(name)
+        if tier is None:
+            config = next(config for config in self._setup.tiers if config.name == name)
+            tier = self._tiers[name] = open_tier(config)
+        tier.capabilities = capabilities
+        return tier
+
+    async def _each(
+        self,
+        job: DrainJob | CheckJob,
+        act: Callable[[DrainJob | CheckJob, int, ShardItem, Tier], Awaitable[ObjectInfo]],
+    ) -> None:
+        tier = self._tier(job.tier, job.capabilities)
+        config = next(config for config in self._setup.tiers if config.name == job.tier)
+        slots = asyncio.Semaphore(config.concurrency)
+
+        async def one(index: int, item: ShardItem) -> None:
+            async with slots:
+                try:
+                    info = await act(job, index, item, tier)
+                except Exception as error:  # noqa: BLE001  every failure is reported, none ends the process
+                    self._tell(ItemFailed(job.id, index, failure_of(error), job.tier))
+                else:
+                    self._tell(ItemDone(job.id, index, tag_on_tier=info.tag))
+
+        async with asyncio.TaskGroup() as group:
+            for index, item in enumerate(job.items):
+                group.create_task(one(index, item))
+
+    async def _drain_item(self, job: DrainJob | CheckJob, index: int, item: ShardItem, tier: Tier) -> ObjectInfo:
+        async def record(upload_id: str) -> None:
+            ack: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._acks[job.id, index] = ack
+            self._tell(UploadBegun(job.id, index, upload_id))
+            await ack
+
+        source = await self._open(item)
+        try:
+            options = PutOptions(on_upload=record, on_progress=lambda size: self._tell(Progress(job.id, size)))
+            info = await tier.put(item.key, source, options)
+            if info.crc32c != item.crc32c:  # put did not prove the bytes by itself
+                info = await tier.verify(item.key, source)
+            return info
+        finally:
+            await source.close()
+
+    async def _check_item(self, _job: DrainJob | CheckJob, _index: int, item: ShardItem, tier: Tier) -> ObjectInfo:
+        return await tier.verify(item.key, Expected(item))
+
+    async def _open(self, item: ShardItem) -> ShardReader:
+        key = ShardKey(item.session_id, item.shard_id)
+        try:
+            return await ShardReader.open(
+                self._cache,
+                self._pool,
+                self._cache.shard_path(key),
+                size=item.size,
+                chunk_size=item.chunk_size,
+                crc32c=item.crc32c,
+                chunks=item.chunks,
+                direct_io=self._cache.direct_io,
+            )
+        except Corrupt as error:
+            error.details["where"] = "cache"
+            raise
+
+    async def _fetch(self, job: FetchJob) -> None:
+        sources = [(source.tier, self._tier(source.tier, source.capabilities)) for source in job.sources]
+
+        def failed(tier_name: str, error: Exception) -> None:
+            self._tell(ItemFailed(job.id, 0, failure_of(error), tier_name))
+
+        try:
+            disk_size = await fetch.fetch(
+                self._cache, self._pool, job, sources, failed, lambda size: self._tell(Progress(job.id, size))
+            )
+        except Exception as error:  # noqa: BLE001  reported to the front
+            self._tell(ItemFailed(job.id, 0, failure_of(error)))
+        else:
+            self._tell(ItemDone(job.id, 0, disk_size=disk_size))
+
+
+class Expected:
+    """Checksums without bytes, for proving a copy when the cache's own file is not needed."""
+
+    def __init__(self, item: ShardItem) -> None:
+        self.size = item.size
+        self.chunk_size = item.chunk_size
+        self.crc32c = item.crc32c
+        self.chunk_crcs = tuple(unpack_chunk_crcs(item.chunks))
+
+    async def read_chunk(self, index: int) -> memoryview:
+        """Never asked for by verify."""
+        raise Unavailable("this source has checksums only", chunk=index)
+
+
+def failure_of(error: Exception) -> Failure:
+    """An error as a message."""
+    if not isinstance(error, ForebayError):
+        log.error("unexpected failure", exc_info=error)
+    record = to_record(error)
+    details = {key: str(value) for key, value in record.details.items()}
+    return Failure(record.kind, record.message, record.retry_after_s, details, details.pop("where", ""))
+
+
+async def _main(descriptor: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=1 << 20)
+    setup = await receive_in_mover(reader)
+    if not isinstance(setup, Setup):
+        return
+    setup_logging(setup.log_level, setup.log_format)
+    await Mover(setup, reader, writer).run()
+
+
+if __name__ == "__main__":
+    # The front decides when to stop; a Ctrl-C in its terminal reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    asyncio.run(_main(int(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""The story, in the order in which bytes travel: write, commit, drain, complete, evict; find, read, wait; recover, retain."""

@@ -1,0 +1,210 @@
+"""A writer closes its part: what it meant to put is compared with what is durable, then promised.
+
+    compare planned with landed -> part file durable -> catalog: part committed, its copies pending, synced -> ack
+
+Owns this order, and the end of parts that are aborted or fall silent. The pending copies made here are the drain queue.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.catalog import ReadTxn, WriteTxn
+from forebay_gateway.core.errors import AlreadyExists, Incomplete, InvalidArgument, MissingPart, NotFound
+from forebay_gateway.core.records import PartState, SessionRow, ShardRow
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.write import PartRef, WritePath
+from forebay_wire.manifest import PartRecord, ShardEntry
+
+log = logging.getLogger("forebay.commit")
+
+METADATA_BYTES_MAX = 1 << 20
+NAMES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A shard that the writer means to have put."""
+
+    name: str
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The answer to a commit."""
+
+    session_id: int
+    complete_at_cache: bool
+
+
+class CommitPath:
+    """Commits, aborts, and parts that fall silent."""
+
+    def __init__(self, node: Node, writes: WritePath) -> None:
+        self._node = node
+        self._writes = writes
+        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
+
+    async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:
+        """Promise the part, or raise Incomplete / InvalidArgument / AlreadyExists and change nothing."""
+        metadata_json = check_metadata(metadata_json)
+        session_id = await self._writes.open_part(part)
+        # A client that goes away after this point may find its part committed; it asks again and gets the same answer.
+        return await asyncio.shield(asyncio.ensure_future(self._commit(part, session_id, expected, metadata_json)))
+
+    async def _commit(self, part: PartRef, session_id: int, expected: Sequence[Expected], metadata_json: str) -> Committed:
+        lock = self._locks.setdefault((session_id, part.writer), asyncio.Lock())
+        async with lock:
+            with self._node.catalog.read() as txn:
+                row = txn.part(session_id, part.writer)
+                landed = list(txn.shards(session_id, part.writer))
+            if row is None:
+                raise NotFound("the part was aborted", run=part.run, step=part.step, writer=part.writer)
+            if row.state is PartState.COMMITTED:
+                if not same_content(expected, landed):
+                    raise AlreadyExists(
+                        "this part is committed with other content; save again under a new session",
+                        run=part.run,
+                        step=part.step,
+                        session=part.session,
+                        writer=part.writer,
+                    )
+            else:
+                compare(part, expected, landed)
+                await self._make_durable(part, session_id, landed, metadata_json)
+        self._locks.pop((session_id, part.writer), None)
+        self._writes.forget(session_id, part.writer)
+        self._node.changes.tell()
+        with self._node.catalog.read() as txn:
+            session = txn.session(session_id)
+            return Committed(session_id, session is not None and complete_at_cache(txn, session))
+
+    async def _make_durable(self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str) -> None:
+        with self._node.catalog.read() as txn:
+            record = part_record(txn, self._node.id, part, landed, metadata_json)
+
+        commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
+        document = record.to_json()
+        failpoints.hit("commit.before_part_file")
+        await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
+        failpoints.hit("commit.before_catalog")
+
+        def act(txn: WriteTxn) -> None:
+            if sorted(row.shard_id for row in txn.shards(session_id, part.writer)) != sorted(row.shard_id for row in landed):
+                raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
+            txn.commit_part(session_id, part.writer, metadata_json, self._node.tier_names, commit_seq)
+
+        try:
+            await self._node.catalog.write(act)
+        except BaseException:
+            await self._node.io.run(self._node.cache.remove_part_files, session_id, part.writer)
+            raise
+        failpoints.hit("commit.done")
+
+    async def abort(self, part: PartRef) -> int:
+        """Drop what the writer has put and not committed; returns how many shards went. Unknown parts count as aborted."""
+        part.check()
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(part.run, part.step, part.session)
+            row = None if session is None else txn.part(session.id, part.writer)
+        if session is None or row is None:
+            return 0
+        return await self._drop(session.id, part.writer)
+
+    async def _drop(self, session_id: int, writer: int) -> int:
+        rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer))
+        self._writes.forget(session_id, writer)
+        paths = [self._node.cache.shard_path(row.key) for row in rows]
+        await self._node.io.run(self._node.cache.unlink_many, paths)
+        await self._node.io.run(self._node.cache.drop_session_dir, session_id)
+        self._node.budget.freed(sum(row.disk_size for row in rows))
+        self._node.changes.tell()
+        return len(rows)
+
+    async def drop_silent(self) -> float | None:
+        """Background step: drop open parts that nobody has written to for node.abandon_after. Never committed ones."""
+        limit_s = self._node.config.node.abandon_after
+        with self._node.catalog.read() as txn:
+            parts = [(part.session_id, part.writer) for part in txn.open_parts()]
+        for session_id, writer in parts:
+            if self._writes.silent_for_s(session_id, writer) >= limit_s:
+                count = await self._drop(session_id, writer)
+                log.info("dropped a silent, uncommitted part session_id=%s writer=%s shards=%s", session_id, writer, count)
+        return min(60.0, max(0.5, limit_s / 4))
+
+
+def check_metadata(metadata_json: str) -> str:
+    """A JSON object in at most 1 MiB, "{}" for nothing; raises InvalidArgument."""
+    if len(metadata_json.encode()) > METADATA_BYTES_MAX:
+        raise InvalidArgument("the metadata is too large", limit_bytes=METADATA_BYTES_MAX)
+    try:
+        value = json.loads(metadata_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the metadata is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("the metadata must be a JSON object")
+    return metadata_json or "{}"
+
+
+def same_content(expected: Sequence[Expected], landed: Sequence[ShardRow]) -> bool:
+    """Whether both name the same shards with the same sizes and checksums."""
+    return {(e.name, e.size, e.crc32c) for e in expected} == {(row.name, row.size, row.crc32c) for row in landed}
+
+
+def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardRow]) -> None:
+    """Planned = landed, by name, size and CRC; raises with the names that differ."""
+    planned = {shard.name: shard for shard in expected}
+    if len(planned) != len(expected):
+        raise InvalidArgument("the commit names a shard twice", writer=part.writer)
+    there = {row.name: row for row in landed}
+    missing = sorted(set(planned) - set(there))
+    if missing:
+        shown = tuple(missing[:NAMES_SHOWN])
+        raise Incomplete(
+            f"writer {part.writer} commits {len(missing)} shard(s) that have not landed: {', '.join(map(repr, shown[:5]))}",
+            missing=(MissingPart(part.writer, shown, "open"),),
+        )
+    unknown = sorted(set(there) - set(planned))
+    if unknown:
+        raise InvalidArgument(
+            f"writer {part.writer} has put {len(unknown)} shard(s) that its commit does not name: "
+            f"{', '.join(map(repr, unknown[:5]))}; name them, or abort the part first"
+        )
+    for name, shard in planned.items():
+        row = there[name]
+        if (row.size, row.crc32c) != (shard.size, shard.crc32c):
+            raise InvalidArgument(
+                f"shard {name!r} landed with another size or checksum than the commit names",
+                size=row.size,
+                crc32c=f"{row.crc32c:08x}",
+                named_size=shard.size,
+                named_crc32c=f"{shard.crc32c:08x}",
+            )
+
+
+def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
+    """The document of one writer's part, made from the catalog."""
+    return PartRecord(
+        run=part.run,
+        step=part.step,
+        session=part.session,
+        writer=part.writer,
+        writers=part.writers,
+        node=node_id,
+        shards=tuple(
+            ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, txn.chunks(row.key))
+            for row in sorted(rows, key=lambda row: row.name)
+        ),
+        metadata=json.loads(metadata_json or "{}"),
+    )
+
+
+def complete_at_cache(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every writer's part is durable in some node's cache, as far as this node knows."""
+    here = {part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED}
+    return len(here | set(session.known_parts)) >= session.writers

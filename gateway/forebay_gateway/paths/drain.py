@@ -1,0 +1,272 @@
+"""From the cache to one tier: the queue's oldest shards, in batches, by a mover that proves each copy.
+
+    next batch from the catalog's pending index -> copies WRITING -> mover: read, re-check, put, verify -> copies VERIFIED
+
+Owns the order of the queue, what goes back to it, and when it is tried again. One Drain a tier; the index in the catalog is the
+queue, so nothing is lost when this process ends. Does not own the movement of bytes (movers/) or completion (complete.py).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.catalog import ReadTxn, WriteTxn
+from forebay_gateway.core.errors import ErrorRecord, ForebayError, Unavailable, from_record
+from forebay_gateway.core.layout import shard_key
+from forebay_gateway.core.policy import is_commit_last
+from forebay_gateway.core.records import PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
+from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.base import StorageFull
+from forebay_gateway.tiers.monitor import MonitoredTier
+
+log = logging.getLogger("forebay.drain")
+
+BATCH_SHARDS_MAX = 128
+BATCH_BYTES_MAX = 1 << 30
+LOOK_AHEAD_MAX = 4096  # queue entries looked at for one batch, so that a few that must wait do not block the rest
+RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
+IDLE_S = 5.0
+
+
+class Drain:
+    """The drain to one tier."""
+
+    def __init__(
+        self,
+        node: Node,
+        tier: MonitoredTier,
+        *,
+        recover_copies: Callable[[], Awaitable[None]],
+        verified: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._tier = tier
+        self._recover_copies = recover_copies
+        self._recovered = False
+        self._verified = verified
+        self._not_before_s: dict[ShardKey, float] = {}
+        self._recorded_elsewhere: dict[int, set[int]] = {}
+
+    async def step(self) -> float | None:
+        """One batch; returns the pause until the next look in seconds."""
+        if self._tier.held or not self._tier.usable:
+            return IDLE_S
+        if not self._recovered:  # what an earlier process had begun comes first
+            try:
+                await self._recover_copies()
+            except Unavailable as error:
+                self._tier.failed(error)
+                return RETRY_S_MIN
+            self._recovered = True
+            self._verified()
+        items, wait_s = self._next_batch()
+        if not items:
+            return wait_s
+        keys = [ShardKey(item.session_id, item.shard_id) for item in items]
+        await self._node.catalog.write(lambda txn: start(txn, keys, self._tier.name))
+        failpoints.hit("drain.started")
+        job = DrainJob(self._node.movers.next_job_id(), self._tier.name, self._tier.capabilities, tuple(items))
+        reports = _Batch(self, items, keys)
+        try:
+            await self._node.movers.drain(self._tier.name, job, reports)
+        except Unavailable as error:
+            log.info("a batch goes back to the queue tier=%s reason=%s", self._tier.name, error)
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._put_back(reports)))
+        return 0.0
+
+    async def _put_back(self, reports: "_Batch") -> None:
+        """What the mover did not report (it died, or we stop) is pending again."""
+        left = reports.unreported()
+        if left:
+            await self._node.catalog.write(lambda txn: fail(txn, left, self._tier.name, "interrupted"))
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> tuple[list[ShardItem], float | None]:
+        """The oldest shards that may go now, all of one session, and how long to wait where there are none."""
+        now_s = self._node.clock.monotonic()
+        items: list[ShardItem] = []
+        total, session = 0, None
+        wait_s = IDLE_S
+        with self._node.catalog.read() as txn:
+            for looked, entry in enumerate(txn.pending(self._tier.name)):
+                if looked >= LOOK_AHEAD_MAX or len(items) >= BATCH_SHARDS_MAX or total >= BATCH_BYTES_MAX:
+                    break
+                if (later_s := self._not_before_s.get(entry.key, 0.0) - now_s) > 0:
+                    wait_s = min(wait_s, later_s)
+                    continue
+                if session is not None and entry.key.session_id != session.id:
+                    break
+                session = session or txn.session(entry.key.session_id)
+                item = self._item(txn, entry, session)
+                if item is not None:
+                    items.append(item)
+                    total += item.size
+                elif not items:
+                    session = None
+        return items, wait_s
+
+    def _item(self, txn: ReadTxn, entry: PendingCopy, session: SessionRow | None) -> ShardItem | None:
+        row = txn.shard(entry.key)
+        copy = txn.copy(entry.key, self._tier.name)
+        if session is None or row is None or copy is None or copy.state is not CopyState.PENDING:
+            return None
+        checkpoint = txn.checkpoint(session.run, session.step)
+        if checkpoint is None or checkpoint.deleting:
+            return None
+        if row.state not in (ShardState.SEALED, ShardState.EVICTABLE):
+            return None  # quarantined in the cache: repair comes first
+        if is_commit_last(row.name) and not self._others_verified(txn, session, row):
+            return None
+        return shard_item(txn, session, row)
+
+    def _others_verified(self, txn: ReadTxn, session: SessionRow, last: ShardRow) -> bool:
+        """Whether a shard that readers take for the sign of completeness may go: all others are there."""
+        for row in txn.shards(session.id):
+            if row.key == last.key or is_commit_last(row.name):
+                continue
+            copy = txn.copy(row.key, self._tier.name)
+            if copy is None or copy.state is not CopyState.VERIFIED:
+                return False
+        here = {part.writer for part in txn.parts(session.id)}
+        # Writer 0 also waits for the parts of other nodes; others do not, or two nodes could wait for each other.
+        return last.writer != 0 or len(here | self.recorded_elsewhere(session.id)) >= session.writers
+
+    def recorded_elsewhere(self, session_id: int) -> set[int]:
+        """Writers whose part records complete.py has seen on this tier."""
+        return self._recorded_elsewhere.get(session_id, set())
+
+    def note_recorded_elsewhere(self, session_id: int, writers: set[int]) -> None:
+        """complete.py saw these on this tier."""
+        self._recorded_elsewhere.setdefault(session_id, set()).update(writers)
+
+    def forget_session(self, session_id: int) -> None:
+        """It is complete or gone."""
+        self._recorded_elsewhere.pop(session_id, None)
+
+    async def hold(self, held: bool) -> None:
+        """An operator stops the hand-out of jobs, or lets it go on; survives a restart."""
+        self._tier.held = held
+        name = held_setting(self._tier.name)
+        await self._node.catalog.write(lambda txn: txn.set_setting(name, b"1" if held else None))
+        self._node.changes.tell()
+
+    def retry_now(self) -> None:
+        """The tier came back, or an operator asked: nothing waits for its pause any more."""
+        self._not_before_s.clear()
+
+    # -- reports of one batch ------------------------------------------------------------------------------------------
+
+    async def _done(self, key: ShardKey, item: ShardItem, tag: str) -> None:
+        def act(txn: WriteTxn) -> None:
+            txn.copy_event(key, self._tier.name, CopyEvent.PUT, tag=tag)
+            txn.copy_event(key, self._tier.name, CopyEvent.VERIFY, tag=tag)
+            txn.clear_upload(key, self._tier.name)
+
+        await self._node.catalog.write(act)
+        failpoints.hit("drain.verified")
+        self._not_before_s.pop(key, None)
+        self._tier.worked()
+        self._node.changes.tell()
+        self._verified()
+
+    async def _failed(self, key: ShardKey, failure: Failure) -> None:
+        error = from_record(ErrorRecord(failure.kind, failure.message, failure.retry_after_s, failure.details))
+        if failure.where == "cache":
+            await self._quarantine(key, error)
+            return
+        attempts = await self._node.catalog.write(lambda txn: fail(txn, [key], self._tier.name, str(error)))
+        pause_s = min(RETRY_S_MAX, RETRY_S_MIN * 2.0 ** min(attempts, 10))
+        self._not_before_s[key] = self._node.clock.monotonic() + max(pause_s, failure.retry_after_s or 0.0)
+        self._note(error, failure)
+
+    def _note(self, error: ForebayError, failure: Failure) -> None:
+        full = failure.details.get("full") or isinstance(error, StorageFull)
+        log.info("a copy failed, it stays queued tier=%s error=%s", self._tier.name, error)
+        if error.kind in ("unavailable", "permission_denied") or full:
+            self._tier.failed(error)
+
+    async def _quarantine(self, key: ShardKey, error: ForebayError) -> None:
+        """The cache's own bytes are bad: never forwarded. The copy stays pending, the operator is told."""
+
+        def act(txn: WriteTxn) -> str:
+            fail(txn, [key], self._tier.name, str(error))
+            row = txn.shard(key)
+            if row is not None and row.state in (ShardState.SEALED, ShardState.EVICTABLE):
+                row = txn.shard_event(key, ShardEvent.MISMATCH)
+            return "" if row is None else row.name
+
+        name = await self._node.catalog.write(act)
+        log.warning("a shard in the cache is damaged and quarantined name=%s error=%s", name, error)
+        self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
+            f"shard {name!r} in the cache is damaged: {error}",
+            "restore reads it from a tier that holds it; save the step again if none does",
+        )
+
+
+class _Batch:
+    """Hears the reports of one drain job."""
+
+    def __init__(self, drain: Drain, items: list[ShardItem], keys: list[ShardKey]) -> None:
+        self._drain = drain
+        self._items = items
+        self._keys = keys
+        self._reported: set[int] = set()
+
+    def unreported(self) -> list[ShardKey]:
+        return [key for index, key in enumerate(self._keys) if index not in self._reported]
+
+    async def upload_begun(self, index: int, upload_id: str) -> None:
+        upload = UploadRow(self._items[index].key, upload_id)
+        drain, key = self._drain, self._keys[index]
+        await drain._node.catalog.write(lambda txn: txn.record_upload(key, drain._tier.name, upload))
+        failpoints.hit("drain.upload_recorded")
+
+    async def item_done(self, index: int, report: ItemDone) -> None:
+        await self._drain._done(self._keys[index], self._items[index], report.tag_on_tier)
+        self._reported.add(index)
+
+    async def item_failed(self, index: int, report: ItemFailed) -> None:
+        await self._drain._failed(self._keys[index], report.failure)
+        self._reported.add(index)
+
+    def progress(self, size: int) -> None:
+        self._drain._tier.rate.add(size)
+
+
+def held_setting(tier: str) -> str:
+    """Under which name the catalog keeps that a tier is held."""
+    return f"held:{tier}"
+
+
+def start(txn: WriteTxn, keys: list[ShardKey], tier: str) -> None:
+    """PENDING to WRITING."""
+    for key in keys:
+        txn.copy_event(key, tier, CopyEvent.START)
+
+
+def fail(txn: WriteTxn, keys: list[ShardKey], tier: str, error: str) -> int:
+    """WRITING to PENDING again; returns the attempts of the last."""
+    attempts = 0
+    for key in keys:
+        copy = txn.copy(key, tier)
+        if copy is not None and copy.state is CopyState.WRITING:
+            attempts = txn.copy_event(key, tier, CopyEvent.FAIL, error=error).attempts
+    return attempts
+
+
+def shard_item(txn: ReadTxn, session: SessionRow, row: ShardRow) -> ShardItem:
+    """A shard as a mover needs it."""
+    return ShardItem(
+        session_id=row.session_id,
+        shard_id=row.shard_id,
+        key=shard_key(session.run, session.step, session.session, row.name),
+        size=row.size,
+        chunk_size=row.chunk_size,
+        crc32c=row.crc32c,
+        chunks=txn.chunks(row.key),
+    )

@@ -1,0 +1,108 @@
+"""Space, made only from what every required tier holds verified.
+
+    oldest EVICTABLE shard that nobody reads and nobody pinned -> EVICTING -> unlink, directory synced -> EVICTED
+
+Owns the choice and the order of acts. Dirty data is not in the index it reads from, so it cannot be chosen.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.records import ShardKey, ShardRow
+from forebay_gateway.core.states import ShardEvent, ShardState
+from forebay_gateway.paths.node import Node
+
+log = logging.getLogger("forebay.evict")
+
+BATCH_SHARDS_MAX = 256
+
+
+class Evictor:
+    """Makes room, by watermark in the background and on demand before a reservation is refused."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._readers: Counter[ShardKey] = Counter()
+        self._lock = asyncio.Lock()
+
+    def hold(self, key: ShardKey) -> None:
+        """A reader has the cache file open."""
+        self._readers[key] += 1
+
+    def let_go(self, key: ShardKey) -> None:
+        """The reader is done."""
+        self._readers[key] -= 1
+        if self._readers[key] <= 0:
+            del self._readers[key]
+
+    async def step(self) -> float | None:
+        """Background: down to the soft watermark."""
+        over = self._node.budget.above_soft_bytes()
+        if over:
+            async with self._lock:
+                await self._evict(over)
+        return None
+
+    async def make_room(self, size: int) -> bool:
+        """Evict until `size` bytes would be taken; False where verified data does not suffice."""
+        async with self._lock:
+            missing = self._node.budget.missing_bytes(size)
+            return missing == 0 or await self._evict(missing) >= missing
+
+    async def _evict(self, wanted: int) -> int:
+        freed = 0
+        while freed < wanted:
+            rows = self._choose(wanted - freed)
+            if not rows:
+                break
+            await asyncio.shield(asyncio.ensure_future(self._evict_rows(rows)))
+            freed += sum(row.disk_size for row in rows)
+        return freed
+
+    def _choose(self, wanted: int) -> list[ShardRow]:
+        chosen: list[ShardRow] = []
+        total = 0
+        pinned: dict[int, bool] = {}
+        with self._node.catalog.read() as txn:
+            for row in txn.evictable():
+                if total >= wanted or len(chosen) >= BATCH_SHARDS_MAX:
+                    break
+                if row.session_id not in pinned:
+                    session = txn.session(row.session_id)
+                    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+                    pinned[row.session_id] = checkpoint is not None and checkpoint.pinned
+                if pinned[row.session_id] or row.key in self._readers:
+                    continue
+                chosen.append(row)
+                total += row.disk_size
+        return chosen
+
+    async def _evict_rows(self, rows: list[ShardRow]) -> None:
+        keys = [row.key for row in rows]
+
+        def begin(txn: WriteTxn) -> None:
+            for key in keys:
+                txn.shard_event(key, ShardEvent.EVICT)
+
+        await self._node.catalog.write(begin)
+        failpoints.hit("evict.before_unlink")
+        await finish_evicting(self._node, rows)
+        log.info("evicted shards=%s bytes=%s", len(rows), sum(row.disk_size for row in rows))
+
+
+async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:
+    """Unlink the files of EVICTING rows and say so; repeated after a crash."""
+    await node.io.run(node.cache.unlink_many, [node.cache.shard_path(row.key) for row in rows])
+    failpoints.hit("evict.before_catalog")
+
+    def end(txn: WriteTxn) -> None:
+        for row in rows:
+            current = txn.shard(row.key)
+            if current is not None and current.state is ShardState.EVICTING:
+                txn.shard_event(row.key, ShardEvent.UNLINKED)
+
+    await node.catalog.write(end)
+    node.budget.freed(sum(row.disk_size for row in rows))

@@ -1,0 +1,237 @@
+"""Where a checkpoint is: the catalog, else the tiers' manifests. An unreachable tier never counts as "not there".
+
+Owns which session of a (run, step) a reader gets, and the adoption of manifests that other nodes wrote. Does not own bytes.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, MissingPart, NotFound, Unavailable
+from forebay_gateway.core.layout import manifest_key, parse_step_dir
+from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
+from forebay_gateway.paths.commit import complete_at_cache
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.manifest import Manifest, ManifestError
+
+log = logging.getLogger("forebay.find")
+
+RUN_DEPTH_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complete session, and what could not be asked."""
+
+    session: SessionRow
+    unreachable: tuple[str, ...] = ()
+
+
+class Finder:
+    """Looks checkpoints up."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._manifest_tags: dict[tuple[str, str, int], tuple[str, int]] = {}  # (tier, run, step): (tag, session)
+
+    async def complete(self, run: str, step: int) -> Found:
+        """The complete session of a step; raises Incomplete with what is missing, NotFound, or Unavailable."""
+        local = self._complete_here(run, step)
+        if local is not None and self._whole_in_cache(local):
+            return Found(local)
+        damaged: Corrupt | None = None
+        for tier in self._node.usable_tiers():
+            try:
+                adopted = await self._adopt(tier, run, step)
+            except Corrupt as error:
+                damaged = error
+                continue
+            except ForebayError as error:
+                tier.failed(error)
+                continue
+            if adopted is not None:
+                return Found(adopted, self._unreachable())
+        if local is not None:
+            return Found(local, self._unreachable())
+        raise self._why_not(run, step, damaged)
+
+    def _complete_here(self, run: str, step: int) -> SessionRow | None:
+        """The newest session that this catalog knows to be complete, in caches or on a tier."""
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(run, step)
+            if checkpoint is None or checkpoint.deleting:
+                return None
+            for session_id in reversed(checkpoint.session_ids):
+                session = txn.session(session_id)
+                if session is not None and is_complete(txn, session):
+                    return session
+        return None
+
+    def _whole_in_cache(self, session: SessionRow) -> bool:
+        with self._node.catalog.read() as txn:
+            here = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+            return len(here) >= session.writers and all(row.disk_size for row in txn.shards(session.id))
+
+    async def _adopt(self, tier: MonitoredTier, run: str, step: int) -> SessionRow | None:
+        """The session whose manifest lies on the tier, with its rows in this catalog; None where there is no manifest."""
+        key = manifest_key(run, step)
+        try:
+            info = await tier.tier.head(key)
+            known = self._manifest_tags.get((tier.name, run, step))
+            if known is not None and known[0] == info.tag:
+                with self._node.catalog.read() as txn:
+                    session = txn.session(known[1])
+                if session is not None:
+                    return session
+            document, info = await tier.tier.get_small(key)
+        except NotFound:
+            return None
+        try:
+            manifest = Manifest.from_json(document)
+        except ManifestError as error:
+            raise Corrupt(f"the manifest is damaged: {error}", tier=tier.name, key=key) from error
+        if (manifest.run, manifest.step) != (run, step):
+            raise Corrupt("the manifest belongs to another checkpoint", tier=tier.name, key=key)
+        session = await self._take(manifest, tier.name)
+        self._manifest_tags[tier.name, run, step] = (info.tag, session.id)
+        return session
+
+    async def _take(self, manifest: Manifest, tier: str) -> SessionRow:
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(manifest.run, manifest.step, manifest.session)
+            complete_rows = session is not None and len(txn.parts(session.id)) >= manifest.writers
+        if session is not None and complete_rows and session.publish.get(tier) is PublishState.COMPLETE:
+            return session
+        catalog = self._node.catalog
+        new_id = catalog.new_id()
+        return await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+
+    def _unreachable(self) -> tuple[str, ...]:
+        return tuple(tier.name for tier in self._node.unreachable_tiers())
+
+    def _why_not(self, run: str, step: int, damaged: Corrupt | None) -> ForebayError:
+        if damaged is not None:
+            return damaged
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(run, step)
+            sessions = [] if checkpoint is None else [txn.session(number) for number in checkpoint.session_ids]
+            newest = next((session for session in reversed(sessions) if session is not None), None)
+            missing = () if newest is None else missing_parts(txn, newest)
+        if newest is not None and missing:
+            return Incomplete(describe_missing(missing), missing=missing, run=run, step=step)
+        away = self._unreachable()
+        if away:
+            return Unavailable(
+                "this checkpoint is not known here, and a tier that may hold it cannot be reached",
+                retry_after_s=2.0,
+                run=run,
+                step=step,
+                unreachable=",".join(away),
+            )
+        return NotFound(f"no checkpoint of run {run!r} has step {step}", run=run, step=step)
+
+    # -- newest, and all -----------------------------------------------------------------------------------------------
+
+    async def latest(self, run: str, level: str = "any") -> Found:
+        """The complete checkpoint with the highest step; raises NotFound or Unavailable."""
+        steps = await self._steps(run)
+        for step in sorted(steps, reverse=True):
+            try:
+                found = await self.complete(run, step)
+            except (NotFound, Incomplete):
+                continue
+            except Corrupt as error:
+                log.warning("a damaged checkpoint is passed over run=%s step=%s error=%s", run, step, error)
+                continue
+            if level in ("", "any") or self._reached(found.session, level):
+                return found
+        away = self._unreachable()
+        if away:
+            raise Unavailable(
+                "no complete checkpoint is known here, and a tier that may hold one cannot be reached",
+                retry_after_s=2.0,
+                run=run,
+                unreachable=",".join(away),
+            )
+        raise NotFound(f"run {run!r} has no complete checkpoint", run=run)
+
+    def _reached(self, session: SessionRow, level: str) -> bool:
+        if level != "cache":
+            self._node.tier(level)
+            return session.publish.get(level) is PublishState.COMPLETE
+        return self._whole_in_cache(session)
+
+    async def _steps(self, run: str) -> set[int]:
+        with self._node.catalog.read() as txn:
+            steps = {row.step for row in txn.checkpoints(run) if not row.deleting}
+            deleting = {row.step for row in txn.checkpoints(run) if row.deleting}
+        for tier in self._node.usable_tiers():
+            try:
+                listing = await tier.tier.list(f"{run}/")
+            except ForebayError as error:
+                tier.failed(error)
+                continue
+            found = (parse_step_dir(name) for name in listing.directories)
+            steps.update(step for step in found if step is not None and step not in deleting)
+        return steps
+
+    async def steps(self, run: str) -> list[int]:
+        """All steps known here or on a reachable tier, ascending; manifests of the latter are adopted."""
+        steps = sorted(await self._steps(run))
+        for step in steps:
+            try:
+                await self.complete(run, step)
+            except ForebayError:
+                continue  # the view says what is wrong with it
+        return steps
+
+    async def runs(self) -> list[str]:
+        """All runs known here or on a reachable tier, sorted."""
+        with self._node.catalog.read() as txn:
+            runs = set(txn.runs())
+        for tier in self._node.usable_tiers():
+            try:
+                await self._walk(tier, "", runs, RUN_DEPTH_MAX)
+            except ForebayError as error:
+                tier.failed(error)
+        return sorted(runs)
+
+    async def _walk(self, tier: MonitoredTier, prefix: str, runs: set[str], depth: int) -> None:
+        """Directories down to those that hold a step."""
+        listing = await tier.tier.list(prefix)
+        names = [name for name in listing.directories if not name.startswith(".")]
+        if prefix and any(parse_step_dir(name) is not None for name in names):
+            runs.add(prefix.rstrip("/"))
+        for name in names:
+            if parse_step_dir(name) is None and depth > 0:
+                await self._walk(tier, f"{prefix}{name}/", runs, depth - 1)
+
+
+def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every shard of every writer has landed and verified somewhere: in this node's cache, or on a tier."""
+    if any(state is PublishState.COMPLETE for state in session.publish.values()):
+        return True
+    if session.origin is Origin.TIER or session.reason:
+        return False
+    parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+    return len(parts) >= session.writers and complete_at_cache(txn, session)
+
+
+def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:
+    """The writers that this node has not heard a commit of."""
+    states = {part.writer: part.state for part in txn.parts(session.id)}
+    missing = []
+    for writer in range(session.writers):
+        state = states.get(writer)
+        if state is PartState.COMMITTED or (state is None and writer in session.known_parts):
+            continue
+        missing.append(MissingPart(writer, (), "absent" if state is None else "open"))
+    return tuple(missing)
+
+
+def describe_missing(missing: tuple[MissingPart, ...]) -> str:
+    """One clause for people."""
+    shown = ", ".join(f"{part.writer} ({part.state})" for part in missing[:16])
+    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    return f"incomplete: no commit from writer{'s' if len(missing) > 1 else ''} {shown}{more}"

@@ -1,0 +1,159 @@
+"""Is data at risk, what is stuck, when is it out: what an operator asks, answered from catalog and monitors.
+
+Owns what counts as an alarm and how bad it is. Takes no action.
+"""
+
+from dataclasses import dataclass
+
+from forebay_gateway.base.clock import Clock
+from forebay_gateway.base.metrics import LoopLag
+from forebay_gateway.core.records import PublishState, ShardKey
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.view import CheckpointView, view
+from forebay_gateway.tiers.monitor import TierState
+
+STALLED_AFTER_S = 30.0
+SKEW_S_MAX = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something an operator should know."""
+
+    severity: str
+    what: str
+    todo: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """The whole answer."""
+
+    health: str
+    alarms: tuple[Alarm, ...]
+    complete: int
+    incomplete: tuple[CheckpointView, ...]
+    uptime_s: float
+    loop_lag_p99_s: float
+
+
+class Health:
+    """Watches the queues' heads, so that a stall shows without a scan."""
+
+    def __init__(self, node: Node, clock: Clock, lag: LoopLag) -> None:
+        self._node = node
+        self._clock = clock
+        self._lag = lag
+        self._began_s = clock.monotonic()
+        self._heads: dict[str, tuple[ShardKey, float]] = {}  # tier: (oldest pending shard, since when it is that one)
+
+    async def step(self) -> float | None:
+        """Note the head of each queue."""
+        now_s = self._clock.monotonic()
+        with self._node.catalog.read() as txn:
+            for tier in self._node.tier_names:
+                head = next(iter(txn.pending(tier)), None)
+                if head is None:
+                    self._heads.pop(tier, None)
+                elif tier not in self._heads or self._heads[tier][0] != head.key:
+                    self._heads[tier] = (head.key, now_s)
+        return None
+
+    def oldest_pending_s(self, tier: str) -> float | None:
+        """For how long the queue's oldest shard has been that, in seconds; None for an empty queue."""
+        head = self._heads.get(tier)
+        return None if head is None else self._clock.monotonic() - head[1]
+
+    def report(self) -> HealthReport:
+        """Everything at once."""
+        alarms = [*self._tier_alarms(), *self._cache_alarms()]
+        alarms += [Alarm("critical", what, todo) for what, todo in self._node.alarms.values()]
+        incomplete = self._incomplete()
+        limit_s = self._node.config.node.complete_within
+        for found in incomplete:
+            age_s = self._clock.monotonic() - self._node.first_seen_s.get(found.session.id, self._clock.monotonic())
+            if age_s >= limit_s:
+                alarms.append(
+                    Alarm(
+                        "warning",
+                        f"{found.session.run} step {found.session.step} is still {found.reason}",
+                        "look at the named writers; delete the step if they will not come back",
+                    )
+                )
+        order = {"critical": 0, "warning": 1}
+        alarms.sort(key=lambda alarm: order[alarm.severity])
+        health = alarms[0].severity if alarms else "ok"
+        with self._node.catalog.read() as txn:
+            runs = txn.runs()
+            complete = sum(
+                1
+                for run in runs
+                for row in txn.checkpoints(run)
+                if not row.deleting and self._is_complete_cheap(txn.session(row.session_ids[-1]) if row.session_ids else None)
+            )
+        return HealthReport(
+            health, tuple(alarms), complete, incomplete, self._clock.monotonic() - self._began_s, self._lag.p99_s
+        )
+
+    def _is_complete_cheap(self, session: object) -> bool:
+        publish = getattr(session, "publish", {})
+        return any(state is PublishState.COMPLETE for state in publish.values())
+
+    def _incomplete(self) -> tuple[CheckpointView, ...]:
+        """Checkpoints that are not complete; found through the index of what is unpublished."""
+        seen: set[tuple[str, int]] = set()
+        views = []
+        with self._node.catalog.read() as txn:
+            candidates = [session for tier in self._node.tier_names for session in txn.unpublished(tier)]
+            candidates += [session for part in txn.open_parts() if (session := txn.session(part.session_id)) is not None]
+            for session in candidates:
+                if (session.run, session.step) in seen:
+                    continue
+                seen.add((session.run, session.step))
+                row = txn.checkpoint(session.run, session.step)
+                found = None if row is None else view(self._node, txn, row)
+                if found is not None and found.state != "complete":
+                    views.append(found)
+        return tuple(views)
+
+    def _tier_alarms(self) -> list[Alarm]:
+        alarms = []
+        with self._node.catalog.read() as txn:
+            totals = txn.totals().tiers
+        for tier in self._node.tiers.values():
+            waiting = totals[tier.name].copies if tier.name in totals else 0
+            queue = f"{waiting} copies wait" if waiting else "nothing waits"
+            if tier.state in (TierState.AWAY, TierState.DENIED, TierState.FULL):
+                severity = "critical" if waiting and tier.required else "warning"
+                todo = {
+                    TierState.AWAY: "bring the tier back; the queue goes on by itself",
+                    TierState.DENIED: "check the tier's credentials and rights",
+                    TierState.FULL: "make space on the tier; the queue goes on by itself",
+                }[tier.state]
+                alarms.append(Alarm(severity, f"tier {tier.name} is {tier.state.value}, {queue}: {tier.reason}", todo))
+            elif tier.held and waiting:
+                alarms.append(Alarm("warning", f"the drain to {tier.name} is held, {queue}", "forebay queue release"))
+            elif (self.oldest_pending_s(tier.name) or 0.0) > STALLED_AFTER_S and tier.rate.bytes_per_s == 0:
+                what = f"the drain to {tier.name} makes no progress, {queue}"
+                alarms.append(Alarm("critical", what, "see the gateway's log"))
+            skew_s = tier.tier.capabilities.clock_skew_s if tier.tier.capabilities else None
+            if skew_s is not None and abs(skew_s) > SKEW_S_MAX:
+                alarms.append(
+                    Alarm("warning", f"this node's clock and tier {tier.name} differ by {skew_s:.0f} s", "mend the clock (NTP)")
+                )
+        return alarms
+
+    def _cache_alarms(self) -> list[Alarm]:
+        pressure = self._node.budget.pressure()
+        alarms = []
+        if pressure.level == "refusing":
+            alarms.append(Alarm("critical", f"new shards are refused: {pressure.reason}", "the drain must make room"))
+        if not self._node.cache.direct_io:
+            alarms.append(
+                Alarm(
+                    "warning",
+                    "the cache's file system refuses O_DIRECT, writes are buffered",
+                    "move cache.path to a local disk",
+                )
+            )
+        return alarms

@@ -1,0 +1,87 @@
+"""What every path stands on: the node's parts in one record, and the hints that wake whoever waits.
+
+Owns nothing but the wiring's shape; build.py fills it. Events are hints only: whoever waits looks into the catalog again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forebay_gateway.admission.budget import Budget
+from forebay_gateway.base.clock import Clock
+from forebay_gateway.cache.io import IoPool
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.catalog import Catalog
+from forebay_gateway.core.config import Config
+from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.tiers.monitor import MonitoredTier
+
+
+class Changes:
+    """Something about checkpoints changed: wakes waiters and workers."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at every change."""
+        self._listeners.append(listener)
+
+    def tell(self) -> None:
+        """Wake everybody."""
+        self._event.set()
+        self._event = asyncio.Event()
+        for listener in self._listeners:
+            listener()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the next change, or `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+
+
+@dataclass
+class Node:
+    """This gateway's parts."""
+
+    id: str
+    config: Config
+    clock: Clock
+    catalog: Catalog
+    cache: CacheDir
+    io: IoPool
+    budget: Budget
+    tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
+    movers: MoverPool
+    changes: Changes = field(default_factory=Changes)
+    first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
+    alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Of all configured tiers."""
+        return tuple(self.tiers)
+
+    @property
+    def required_tiers(self) -> tuple[str, ...]:
+        """A shard is safe to evict once all of these hold it."""
+        return tuple(name for name, tier in self.tiers.items() if tier.required)
+
+    def usable_tiers(self) -> list[MonitoredTier]:
+        """Those that may be asked now, nearest first."""
+        return [tier for tier in self.tiers.values() if tier.usable]
+
+    def unreachable_tiers(self) -> list[MonitoredTier]:
+        """Those that may hold things we cannot see now."""
+        return [tier for tier in self.tiers.values() if not tier.usable]
+
+    def tier(self, name: str) -> MonitoredTier:
+        """By name; raises InvalidArgument that lists the names."""
+        try:
+            return self.tiers[name]
+        except KeyError:
+            known = ", ".join(self.tiers) or "none"
+            raise InvalidArgument(f"no tier is named {name!r}; configured: {known}") from None

@@ -1,0 +1,334 @@
+"""Bytes back to a reader: from this node's cache, else from the tiers, every chunk checked before it is handed on.
+
+    sources by nearness -> chunks, checked -> on a mismatch or an error: quarantine or mark, and go on from the next source
+    at the same chunk -> only when none is left: Corrupt or Unavailable, naming what was tried
+
+A shard that is wanted whole and not in the cache is fetched into it by a mover first (one fetch for all who ask), then served
+like any other; a small range, or a full cache, streams through. Owns that choice and the fall-over.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from forebay_gateway.cache.footer import disk_size
+from forebay_gateway.cache.reader import ShardReader
+from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.errors import (
+    CacheFull,
+    Corrupt,
+    ErrorRecord,
+    ForebayError,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    from_record,
+)
+from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
+from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
+from forebay_gateway.paths.drain import shard_item
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.find import Finder, is_complete
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.chunks import verified_chunks
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.checksums import crc32c
+from forebay_wire.manifest import unpack_chunk_crcs
+
+log = logging.getLogger("forebay.read")
+
+SMALL_RANGE_BYTES = 16 << 20  # a range below this is not worth fetching a larger shard for
+CACHED_STATES = (ShardState.SEALED, ShardState.EVICTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Verified bytes at their offset in the shard, with their own CRC32C."""
+
+    offset: int
+    crc32c: int
+    data: memoryview
+
+
+class ReadPath:
+    """All reads of this gateway."""
+
+    def __init__(self, node: Node, finder: Finder, evictor: Evictor) -> None:
+        self._node = node
+        self._finder = finder
+        self._evictor = evictor
+        self._fetches: dict[ShardKey, asyncio.Task[bool]] = {}
+
+    async def read(
+        self, run: str, step: int, session: str, name: str, offset: int, length: int | None, source: str
+    ) -> AsyncGenerator[Piece, None]:
+        """The bytes of a range, in order. `source` is "auto", "cache" or a tier's name, which alone is then asked."""
+        row, found = await self._locate(run, step, session, name)
+        end = row.size if length is None else offset + length
+        if offset > row.size or end > row.size:
+            raise InvalidArgument(f"the range ends behind the shard {name!r}", offset=offset, length=length, size=row.size)
+        if source not in ("", "auto", "cache"):
+            self._node.tier(source)
+        if end == offset:
+            return
+        stream = _Stream(self, row, self._item(found, row), found, offset, end)
+        async with aclosing(stream.pieces(source or "auto")) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _locate(self, run: str, step: int, session: str, name: str) -> tuple[ShardRow, SessionRow]:
+        found: SessionRow | None = None
+        if session:
+            with self._node.catalog.read() as txn:
+                found = txn.find_session(run, step, session)
+                if found is not None and not is_complete(txn, found):
+                    found = None
+        if found is None:
+            found = (await self._finder.complete(run, step)).session
+            if session and found.session != session:
+                raise NotFound(f"session {session!r} of this step is not complete", run=run, step=step)
+        with self._node.catalog.read() as txn:
+            row = txn.shard_by_name(found.id, name)
+        if row is None:
+            raise NotFound(f"the checkpoint has no shard {name!r}", run=run, step=step)
+        return row, found
+
+    def _item(self, session: SessionRow, row: ShardRow) -> ShardItem:
+        with self._node.catalog.read() as txn:
+            return shard_item(txn, session, row)
+
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def cached(self, key: ShardKey) -> bool:
+        """Whether the cache's own file may be used."""
+        with self._node.catalog.read() as txn:
+            row = txn.shard(key)
+        return row is not None and row.state in CACHED_STATES
+
+    async def from_cache(self, item: ShardItem, first: int, stop: int) -> AsyncGenerator[memoryview, None]:
+        """Chunks `first` to `stop` from the cache file; the file is held against eviction meanwhile."""
+        key = ShardKey(item.session_id, item.shard_id)
+        self._evictor.hold(key)
+        try:
+            reader = await ShardReader.open(
+                self._node.cache,
+                self._node.io,
+                self._node.cache.shard_path(key),
+                size=item.size,
+                chunk_size=item.chunk_size,
+                crc32c=item.crc32c,
+                chunks=item.chunks,
+                direct_io=self._node.cache.direct_io,
+            )
+            try:
+                async with aclosing(reader.chunks_from(first, stop)) as chunks:
+                    async for _, chunk in chunks:
+                        yield chunk
+            finally:
+                await reader.close()
+        finally:
+            self._evictor.let_go(key)
+
+    async def cache_is_bad(self, item: ShardItem, error: Corrupt) -> None:
+        """First sight of damage: no one reads this file again."""
+        key = ShardKey(item.session_id, item.shard_id)
+
+        def act(txn: WriteTxn) -> None:
+            row = txn.shard(key)
+            if row is not None and row.state in CACHED_STATES:
+                txn.shard_event(key, ShardEvent.MISMATCH)
+
+        await self._node.catalog.write(act)
+        log.warning("a shard in the cache is damaged and quarantined key=%s error=%s", item.key, error)
+        self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
+            f"the cache's copy of {item.key} is damaged: {error}",
+            "nothing to do where a tier holds a verified copy; else save the step again",
+        )
+
+    # -- the tiers -----------------------------------------------------------------------------------------------------
+
+    def tiers_with(self, key: ShardKey) -> list[MonitoredTier]:
+        """Usable tiers that hold a verified copy, nearest first."""
+        with self._node.catalog.read() as txn:
+            copies = txn.copies(key)
+        return [
+            tier
+            for tier in self._node.usable_tiers()
+            if (copy := copies.get(tier.name)) is not None and copy.state is CopyState.VERIFIED
+        ]
+
+    def unreachable(self) -> list[MonitoredTier]:
+        """Tiers that may hold a copy we cannot see now."""
+        return self._node.unreachable_tiers()
+
+    async def copy_is_bad(self, key: ShardKey, tier: MonitoredTier, error: ForebayError) -> None:
+        """Mark what a read found: a mismatch quarantines the copy, an authoritative absence makes it pending again."""
+        if not isinstance(error, Corrupt | NotFound):
+            tier.failed(error)
+            return
+        event = CopyEvent.MISMATCH if isinstance(error, Corrupt) else CopyEvent.GONE
+
+        def act(txn: WriteTxn) -> None:
+            copy = txn.copy(key, tier.name)
+            if copy is not None and copy.state is CopyState.VERIFIED:
+                txn.copy_event(key, tier.name, event, error=str(error))
+
+        await self._node.catalog.write(act)
+        log.warning("a copy on a tier is bad tier=%s error=%s", tier.name, error)
+
+    async def fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
+        """Bring the shard into the cache, once for all who ask; False where that cannot be now."""
+        task = self._fetches.get(row.key)
+        if task is None:
+            task = asyncio.create_task(self._fetch(session, row, item))
+            self._fetches[row.key] = task
+            task.add_done_callback(lambda _task: self._fetches.pop(row.key, None))
+        return await asyncio.shield(task)
+
+    async def _fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
+        sources = self.tiers_with(row.key)
+        if not sources:
+            return False
+        size = disk_size(item.size, item.chunk_size)
+        try:
+            if not await self._evictor.make_room(size):
+                return False
+            reservation = self._node.budget.reserve(size)
+        except (CacheFull, InvalidArgument):
+            return False
+        reports = _FetchReports(self, row.key, {tier.name: tier for tier in sources})
+        job = FetchJob(
+            self._node.movers.next_job_id(),
+            item,
+            Identity(session.run, session.step, session.session, row.writer, session.writers, row.name),
+            tuple(FetchSource(tier.name, tier.capabilities) for tier in sources),
+        )
+        try:
+            await self._node.io.run(self._node.cache.make_session_dir, row.session_id)
+            await self._node.movers.fetch(job, reports)
+            if reports.disk_size is None:
+                return False
+            fetched = reports.disk_size
+            await self._node.catalog.write(lambda txn: txn.shard_event(row.key, ShardEvent.FETCHED, disk_size=fetched))
+            reservation.settle(fetched)
+        except Unavailable as error:
+            log.info("a fetch did not finish key=%s error=%s", item.key, error)
+            return False
+        finally:
+            reservation.release()
+        return True
+
+
+class _FetchReports:
+    """Hears one fetch job."""
+
+    def __init__(self, path: ReadPath, key: ShardKey, tiers: dict[str, MonitoredTier]) -> None:
+        self._path = path
+        self._key = key
+        self._tiers = tiers
+        self.disk_size: int | None = None
+
+    async def upload_begun(self, index: int, upload_id: str) -> None:
+        raise AssertionError("a fetch uploads nothing")
+
+    async def item_done(self, index: int, report: ItemDone) -> None:
+        self.disk_size = report.disk_size
+
+    async def item_failed(self, index: int, report: ItemFailed) -> None:
+        failure = report.failure
+        error = from_record(ErrorRecord(failure.kind, failure.message, failure.retry_after_s, failure.details))
+        if report.source:
+            await self._path.copy_is_bad(self._key, self._tiers[report.source], error)
+        else:
+            log.info("a fetch failed error=%s", error)
+
+    def progress(self, size: int) -> None:
+        """Nobody counts."""
+
+
+class _Stream:
+    """One read under way: where it is, and what has been tried."""
+
+    def __init__(self, path: ReadPath, row: ShardRow, item: ShardItem, session: SessionRow, offset: int, end: int) -> None:
+        self._path, self._row, self._item, self._session = path, row, item, session
+        self._offset, self._end = offset, end
+        self._at = offset // item.chunk_size  # the next chunk
+        self._stop = -(-end // item.chunk_size)
+        self._errors: dict[str, ForebayError] = {}
+
+    async def pieces(self, source: str) -> AsyncGenerator[Piece, None]:
+        """All pieces, whatever it takes."""
+        if source in ("auto", "cache"):
+            async with aclosing(self._try_cache(fetch=source == "auto")) as pieces:
+                async for piece in pieces:
+                    yield piece
+        if self._at < self._stop and source != "cache":
+            tiers = self._path.tiers_with(self._row.key)
+            for tier in tiers if source == "auto" else [tier for tier in tiers if tier.name == source]:
+                async with aclosing(self._try_tier(tier)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                if self._at >= self._stop:
+                    break
+        if self._at < self._stop:
+            raise self._failure(source)
+
+    async def _try_cache(self, fetch: bool) -> AsyncGenerator[Piece, None]:
+        if not self._path.cached(self._row.key):
+            if not fetch or self._row.state is not ShardState.EVICTED or not self._worth_fetching():
+                return
+            if not await self._path.fetch(self._session, self._row, self._item):
+                return
+        try:
+            async with aclosing(self._path.from_cache(self._item, self._at, self._stop)) as chunks:
+                async for chunk in chunks:
+                    yield self._piece(chunk)
+        except Corrupt as error:
+            self._errors["cache"] = error
+            await self._path.cache_is_bad(self._item, error)
+        except Unavailable as error:
+            self._errors["cache"] = error
+            log.warning("the cache could not be read, going on from a tier key=%s error=%s", self._item.key, error)
+
+    def _worth_fetching(self) -> bool:
+        wanted = self._end - self._offset
+        return wanted >= SMALL_RANGE_BYTES or wanted * 2 >= self._row.size
+
+    async def _try_tier(self, tier: MonitoredTier) -> AsyncGenerator[Piece, None]:
+        item = self._item
+        crcs = unpack_chunk_crcs(item.chunks)
+        try:
+            chunks = verified_chunks(tier.tier, item.key, item.size, item.chunk_size, crcs, self._at, self._stop)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield self._piece(chunk)
+        except (Corrupt, NotFound, Unavailable) as error:
+            self._errors[tier.name] = error
+            await self._path.copy_is_bad(self._row.key, tier, error)
+
+    def _piece(self, chunk: memoryview) -> Piece:
+        """The wanted part of the next chunk. The CRC of a whole chunk is known; of a part it is computed from checked bytes."""
+        begin = self._at * self._item.chunk_size
+        low, high = max(self._offset, begin), min(self._end, begin + len(chunk))
+        data = chunk[low - begin : high - begin]
+        if len(data) == len(chunk):
+            crc = int.from_bytes(self._item.chunks[4 * self._at : 4 * self._at + 4], "little")
+        else:
+            crc = crc32c(data)
+        self._at += 1
+        return Piece(low, crc, data)
+
+    def _failure(self, source: str) -> ForebayError:
+        tried = ", ".join(f"{name}: {error.sentence}" for name, error in self._errors.items()) or "no copy is there"
+        details: dict[str, Any] = {"name": self._row.name, "chunk": self._at}
+        if self._errors and all(isinstance(error, Corrupt | NotFound) for error in self._errors.values()):
+            away = self._path.unreachable()
+            if source != "auto" or not away:
+                return Corrupt(f"no good copy of the shard is left ({tried})", **details)
+        if source not in ("auto", "") and not self._errors:
+            return NotFound(f"{source} holds no copy of this shard", **details)
+        return Unavailable(f"no copy of the shard can be read now ({tried})", retry_after_s=2.0, **details)

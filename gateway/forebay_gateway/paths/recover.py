@@ -1,0 +1,241 @@
+"""Start-up: what a crash left, made whole again by the crash table (ARCHITECTURE.md).
+
+    incoming files: dropped -> EVICTING rows: unlinked again -> rows whose file is bad: a verified copy, else quarantined
+    -> sealed files without a row: adopted from their footer -> part files without a committed row: committed again
+    -> later, tier by tier: copies that were under way are proved or queued again, orphan uploads aborted
+
+Owns the repairs and their order. Reads file names and sizes only; a footer is read for files that the catalog does not know.
+"""
+
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from forebay_gateway.cache.footer import Footer, disk_size, find_footer
+from forebay_gateway.cache.layout import FoundFile
+from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, Unavailable
+from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
+from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
+from forebay_gateway.paths.drain import fail, shard_item
+from forebay_gateway.paths.evict import finish_evicting
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.manifest import ManifestError, PartRecord
+
+log = logging.getLogger("forebay.recover")
+
+
+async def recover(node: Node) -> None:
+    """Bring cache and catalog into agreement; runs before the first request is served."""
+    found = await node.io.run(lambda: list(node.cache.scan()))
+    ids = [number for file in found for number in (file.session_id, file.shard_id) if number is not None]
+    node.catalog.raise_ids(max(ids, default=0))
+    await node.io.run(node.cache.unlink_many, [file.path for file in found if file.kind == "incoming"])
+    files = {
+        ShardKey(file.session_id, file.shard_id): file
+        for file in found
+        if file.kind == "shard" and file.session_id is not None and file.shard_id is not None
+    }
+    await _check_rows(node, files)
+    await _adopt_files(node, files)
+    await _commit_parts(node, [file for file in found if file.kind == "part"])
+    for file in found:
+        if file.kind == "foreign":
+            log.warning("a file that is not ours lies in the cache and is left alone path=%s", file.path)
+
+
+async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> None:
+    """EVICTING: unlink again. Any other row whose file is gone or of the wrong length: use a verified copy, else alarm."""
+    with node.catalog.read() as txn:
+        rows = list(txn.cached())
+    evicting = [row for row in rows if row.state is ShardState.EVICTING]
+    if evicting:
+        await finish_evicting(node, evicting)
+    bad = [
+        row
+        for row in rows
+        if row.state in (ShardState.SEALED, ShardState.EVICTABLE) and not _file_fits(files.get(row.key), row)
+    ]
+    for row in bad:
+        lost = await node.catalog.write(partial(_file_lost, row))
+        node.budget.freed(row.disk_size)
+        if lost:
+            log.error("a shard's cache file is gone or damaged and no tier holds it name=%s key=%s", row.name, row.key)
+            node.alarms[f"lost-{row.session_id}-{row.shard_id}"] = (
+                f"shard {row.name!r}: its cache file is gone or damaged and no tier holds a copy",
+                "save this step again; `forebay info` names the checkpoint",
+            )
+        else:
+            log.warning("a shard's cache file is gone or damaged; a tier holds it name=%s key=%s", row.name, row.key)
+    for key in [key for key, file in files.items() if not file.size]:
+        log.warning("an empty file lies among the shards key=%s", key)
+
+
+def _file_fits(file: FoundFile | None, row: ShardRow) -> bool:
+    return file is not None and file.size == disk_size(row.size, row.chunk_size)
+
+
+def _file_lost(row: ShardRow, txn: WriteTxn) -> bool:
+    """The cache's copy is no more; True where no verified copy is left either."""
+    verified = any(copy.state is CopyState.VERIFIED for copy in txn.copies(row.key).values())
+    txn.shard_event(row.key, ShardEvent.MISMATCH)
+    if verified:
+        txn.shard_event(row.key, ShardEvent.EVICT)
+        txn.shard_event(row.key, ShardEvent.UNLINKED)
+    return not verified
+
+
+async def _adopt_files(node: Node, files: dict[ShardKey, FoundFile]) -> None:
+    """Sealed files that the catalog does not know."""
+    with node.catalog.read() as txn:
+        strangers = [file for key, file in files.items() if (row := txn.shard(key)) is None or not row.disk_size]
+    for file in strangers:
+        try:
+            footer, chunks = await node.io.run(_read_footer, file.path)
+            await node.catalog.write(partial(_adopt, file, footer, chunks))
+            node.budget.adopted(file.size)
+            log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
+        except (ForebayError, OSError) as error:
+            log.warning("dropped a file that no acknowledgement covers path=%s reason=%s", file.path, error)
+            await node.io.run(node.cache.unlink, file.path)
+
+
+def _read_footer(path: Path) -> tuple[Footer, bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return find_footer(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _adopt(file: FoundFile, footer: Footer, chunks: bytes, txn: WriteTxn) -> None:
+    assert file.session_id is not None
+    assert file.shard_id is not None
+    session = txn.open_session(footer.run, footer.step, footer.session, footer.writers, session_id=file.session_id)
+    if session.id != file.session_id:
+        raise InvalidArgument("the file lies in another session's directory", session_id=session.id)
+    key = ShardKey(file.session_id, file.shard_id)
+    row = txn.shard(key)
+    if row is not None and row.state is ShardState.EVICTED and row.crc32c == footer.crc32c and row.size == footer.size:
+        txn.shard_event(key, ShardEvent.FETCHED, disk_size=file.size)  # a fetch that was not recorded
+        return
+    part = txn.open_part(session.id, footer.writer)
+    if part.state is PartState.COMMITTED:
+        raise InvalidArgument("its part was committed without it")
+    txn.seal(
+        ShardRow(
+            session_id=session.id,
+            shard_id=file.shard_id,
+            writer=footer.writer,
+            name=footer.name,
+            size=footer.size,
+            chunk_size=footer.chunk_size,
+            crc32c=footer.crc32c,
+            state=ShardState.SEALED,
+            disk_size=file.size,
+        ),
+        chunks,
+    )
+
+
+async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
+    """A part file is the proof of a commit: commit again what the catalog forgot."""
+    for file in sorted(files, key=lambda file: file.commit_seq or 0):
+        if file.session_id is None or file.writer is None:
+            continue
+        with node.catalog.read() as txn:
+            part = txn.part(file.session_id, file.writer)
+        if part is not None and part.state is PartState.COMMITTED:
+            continue
+        try:
+            record = PartRecord.from_json(await node.io.run(file.path.read_bytes))
+            await node.catalog.write(partial(_commit, node, file, record))
+            log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
+        except (ManifestError, ForebayError, OSError) as error:
+            log.warning("dropped a part file that its shards do not bear out path=%s reason=%s", file.path, error)
+            await node.io.run(node.cache.unlink, file.path)
+
+
+def _commit(node: Node, file: FoundFile, record: PartRecord, txn: WriteTxn) -> None:
+    assert file.session_id is not None
+    there = {row.name: (row.size, row.crc32c) for row in txn.shards(file.session_id, record.writer)}
+    if there != {shard.name: (shard.size, shard.crc32c) for shard in record.shards}:
+        raise Corrupt("the shards in the cache are not those of the part file")
+    metadata = json.dumps(record.metadata)
+    session = txn.open_session(record.run, record.step, record.session, record.writers, session_id=file.session_id)
+    txn.open_part(session.id, record.writer)
+    txn.commit_part(session.id, record.writer, metadata, node.tier_names, file.commit_seq)
+
+
+# -- copies that were under way when the last process ended ------------------------------------------------------------
+
+
+async def recover_copies(node: Node, tier: MonitoredTier) -> None:
+    """Prove or queue again every copy that an earlier process had begun on this tier; abort its orphan uploads.
+
+    Raises Unavailable while the tier cannot be asked; it is then called again.
+    """
+    with node.catalog.read() as txn:
+        begun: dict[int, list[tuple[ShardKey, ShardItem]]] = defaultdict(list)
+        for entry in txn.pending(tier.name):
+            copy = txn.copy(entry.key, tier.name)
+            if copy is None or copy.state not in (CopyState.WRITING, CopyState.WRITTEN):
+                continue
+            row, session = txn.shard(entry.key), txn.session(entry.key.session_id)
+            if row is not None and session is not None:
+                begun[session.id].append((entry.key, shard_item(txn, session, row)))
+        uploads = [(key, upload) for key, name, upload in txn.uploads() if name == tier.name]
+    for entries in begun.values():
+        job = CheckJob(node.movers.next_job_id(), tier.name, tier.capabilities, tuple(item for _, item in entries))
+        await node.movers.drain(tier.name, job, _CheckReports(node, tier, [key for key, _ in entries]))
+    for key, upload in uploads:
+        await tier.tier.abort_upload(upload.key, upload.upload_id)
+        await node.catalog.write(partial(_clear_upload, key, tier.name))
+
+
+def _clear_upload(key: ShardKey, tier: str, txn: WriteTxn) -> None:
+    txn.clear_upload(key, tier)
+
+
+class _CheckReports:
+    """Hears a check job: proved copies are VERIFIED, all others go back to the queue."""
+
+    def __init__(self, node: Node, tier: MonitoredTier, keys: list[ShardKey]) -> None:
+        self._node, self._tier, self._keys = node, tier, keys
+
+    async def upload_begun(self, index: int, upload_id: str) -> None:
+        raise AssertionError("a check uploads nothing")
+
+    async def item_done(self, index: int, report: ItemDone) -> None:
+        key, name = self._keys[index], self._tier.name
+
+        def act(txn: WriteTxn) -> None:
+            copy = txn.copy(key, name)
+            if copy is not None and copy.state is CopyState.WRITING:
+                txn.copy_event(key, name, CopyEvent.PUT, tag=report.tag_on_tier)
+            txn.copy_event(key, name, CopyEvent.VERIFY, tag=report.tag_on_tier)
+
+        await self._node.catalog.write(act)
+
+    async def item_failed(self, index: int, report: ItemFailed) -> None:
+        key, name = self._keys[index], self._tier.name
+        if report.failure.kind == "unavailable":
+            raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
+
+        def act(txn: WriteTxn) -> None:
+            copy = txn.copy(key, name)
+            if copy is not None and copy.state is CopyState.WRITTEN:
+                txn.copy_event(key, name, CopyEvent.GONE)
+            else:
+                fail(txn, [key], name, "begun before a restart, and not whole on the tier")
+
+        await self._node.catalog.write(act)
+
+    def progress(self, size: int) -> None:
+        """Nobody counts."""

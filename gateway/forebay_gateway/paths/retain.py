@@ -1,0 +1,182 @@
+"""Checkpoints that are to stay, and checkpoints that are to go.
+
+    delete: marked in the catalog -> manifest off each tier (from here on no reader finds it) -> its shards and records off it
+    -> part files, then shard files out of the cache -> rows gone
+
+Owns this order, so that a crash at any point leaves a checkpoint whole or invisible, and the marking is found again. Only what
+the catalog's rows name is deleted; files of others stay.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
+from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
+from forebay_gateway.core.states import CopyState
+from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.manifest import Manifest, ManifestError
+
+log = logging.getLogger("forebay.retain")
+
+DELETES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What goes, and from where."""
+
+    shards: int
+    size: int
+    levels: tuple[str, ...]
+    pending: tuple[str, ...]  # tiers that could not be reached: deleted there once they return
+
+
+class Retention:
+    """Pins and deletions."""
+
+    def __init__(self, node: Node, finder: Finder) -> None:
+        self._node = node
+        self._finder = finder
+        self._lock = asyncio.Lock()
+
+    async def pin(self, run: str, step: int, pinned: bool) -> None:
+        """Keep from eviction and retention, or no longer. Raises NotFound."""
+        row = await self._known(run, step)
+        await self._node.catalog.write(lambda txn: txn.set_pinned(row.run, row.step, pinned))
+        self._node.changes.tell()
+
+    async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:
+        """Delete a checkpoint everywhere; refuses pinned ones, and ones that no tier holds unless `force`."""
+        row = await self._known(run, step)
+        if row.pinned:
+            raise InvalidArgument("the checkpoint is pinned; unpin it first", run=run, step=step)
+        sessions, shards = self._content(row)
+        safe = any(state is not PublishState.PENDING for session in sessions for state in session.publish.values())
+        if not safe and not force and not row.deleting:
+            raise InvalidArgument(
+                "no tier holds this checkpoint yet, so its only copy would go; delete with force to do it all the same",
+                run=run,
+                step=step,
+            )
+        size = sum(shard.size for shard in shards)
+        if dry_run:
+            levels = tuple(["cache"] * any(shard.disk_size for shard in shards)) + self._node.tier_names
+            return Deletion(len(shards), size, levels, ())
+        await self._node.catalog.write(lambda txn: txn.mark_deleting(run, step))
+        self._node.changes.tell()
+        done, pending = await self._finish(row)
+        return Deletion(len(shards), size, done, pending)
+
+    async def step(self) -> float | None:
+        """Background: go on with deletions that a crash or an absent tier interrupted."""
+        with self._node.catalog.read() as txn:
+            rows = txn.deleting()
+        pause_s: float | None = None
+        for row in rows:
+            _, pending = await self._finish(row)
+            if pending:
+                pause_s = 5.0
+        return pause_s
+
+    async def _known(self, run: str, step: int) -> CheckpointRow:
+        reason: ForebayError | None = None
+        try:
+            await self._finder.complete(run, step)
+        except NotFound:
+            raise
+        except ForebayError as error:  # incomplete, damaged or out of reach: what the catalog has can still be dealt with
+            reason = error
+        with self._node.catalog.read() as txn:
+            row = txn.checkpoint(run, step)
+        if row is None:
+            raise reason or NotFound(f"no checkpoint of run {run!r} has step {step}", run=run, step=step)
+        return row
+
+    def _content(self, row: CheckpointRow) -> tuple[list[SessionRow], list[ShardRow]]:
+        with self._node.catalog.read() as txn:
+            sessions = [session for number in row.session_ids if (session := txn.session(number)) is not None]
+            return sessions, [shard for session in sessions for shard in txn.shards(session.id)]
+
+    async def _finish(self, row: CheckpointRow) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Go through the levels; the rows go last, and only when every tier is done."""
+        async with self._lock:
+            sessions, shards = self._content(row)
+            done: list[str] = []
+            pending: list[str] = []
+            for tier in self._node.tiers.values():
+                try:
+                    await self._off_tier(tier, row, sessions, shards)
+                    done.append(tier.name)
+                except ForebayError as error:
+                    tier.failed(error)
+                    pending.append(tier.name)
+                    log.info("a deletion waits for a tier tier=%s run=%s step=%s", tier.name, row.run, row.step)
+            if not pending:
+                await self._out_of_cache(sessions, shards)
+                done.insert(0, "cache")
+        self._node.changes.tell()
+        return tuple(done), tuple(pending)
+
+    async def _off_tier(
+        self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
+    ) -> None:
+        if not tier.usable:
+            raise Unavailable("the tier cannot be reached", tier=tier.name)
+        if self._under_way(tier, shards):
+            raise Unavailable("copies are still under way; trying again", tier=tier.name)
+        await self._drop_manifest(tier, row, sessions)
+        failpoints.hit("delete.manifest_gone")
+        by_id = {session.id: session for session in sessions}
+        keys = [shard_key(row.run, row.step, by_id[shard.session_id].session, shard.name) for shard in shards]
+        for session in sessions:
+            for writer in range(session.writers):
+                keys.append(part_key(row.run, row.step, session.session, writer))
+                if session.writers > 1:
+                    keys.append(announce_key(row.run, row.step, session.session, writer))
+        for begin in range(0, len(keys), DELETES_AT_ONCE):
+            await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
+
+    def _under_way(self, tier: MonitoredTier, shards: list[ShardRow]) -> bool:
+        with self._node.catalog.read() as txn:
+            return any(
+                (copy := txn.copy(shard.key, tier.name)) is not None and copy.state is CopyState.WRITING for shard in shards
+            )
+
+    async def _drop_manifest(self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow]) -> None:
+        """Only a manifest that names a session of ours: a newer session of another node is not ours to delete."""
+        key = manifest_key(row.run, row.step)
+        try:
+            document, _ = await tier.tier.get_small(key)
+        except NotFound:
+            return
+        try:
+            theirs = Manifest.from_json(document).session not in {session.session for session in sessions}
+        except ManifestError:
+            theirs = False
+        if theirs:
+            return
+        await tier.tier.delete(current_key(row.run, row.step))
+        await tier.tier.delete(key)
+
+    async def _out_of_cache(self, sessions: list[SessionRow], shards: list[ShardRow]) -> None:
+        cache, io = self._node.cache, self._node.io
+        for session in sessions:
+            # Part files first: a shard without its part file is never taken for committed.
+            await io.run(cache.remove_part_files, session.id, None)
+        on_disk = [shard for shard in shards if shard.disk_size]
+        await io.run(cache.unlink_many, [cache.shard_path(shard.key) for shard in on_disk])
+        for session in sessions:
+            await self._node.catalog.write(partial(_drop_session, session.id))
+            await io.run(cache.drop_session_dir, session.id)
+        self._node.budget.freed(sum(shard.disk_size for shard in on_disk))
+
+
+def _drop_session(session_id: int, txn: WriteTxn) -> None:
+    txn.drop_session(session_id)

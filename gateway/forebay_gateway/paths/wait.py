@@ -1,0 +1,140 @@
+"""Has a checkpoint reached a level, and what does it wait for.
+
+Owns the meaning of the levels for a whole checkpoint. The gateway advances states by itself; whoever waits only watches.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import Incomplete, InvalidArgument, MissingPart, NotFound, Unavailable, Unsupported
+from forebay_gateway.core.records import PublishState, SessionRow
+from forebay_gateway.paths.commit import complete_at_cache
+from forebay_gateway.paths.find import Finder, describe_missing, missing_parts
+from forebay_gateway.paths.node import Node
+
+LOOK_AGAIN_S = 0.25
+TELL_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a checkpoint is towards a level."""
+
+    reached: bool
+    done: int
+    total: int
+    missing: tuple[MissingPart, ...]
+    reason: str
+
+
+class Waiter:
+    """Watches checkpoints on behalf of clients."""
+
+    def __init__(self, node: Node, finder: Finder) -> None:
+        self._node = node
+        self._finder = finder
+
+    def check_level(self, level: str) -> None:
+        """Raise InvalidArgument or Unsupported for a level that this gateway cannot reach."""
+        if level == "peer":
+            raise Unsupported("no peers are configured, so nothing reaches the level 'peer'")
+        if level not in ("cache", "all"):
+            self._node.tier(level)
+
+    async def watch(self, run: str, step: int, level: str) -> AsyncGenerator[Progress, None]:
+        """Progress at each change and about once a second; ends after one that is reached. Runs until it is closed.
+
+        Raises Incomplete once node.complete_within has passed and some writer has not committed.
+        """
+        self.check_level(level)
+        clock = self._node.clock
+        began_s = clock.monotonic()
+        told: Progress | None = None
+        told_s = float("-inf")
+        while True:
+            now_s = clock.monotonic()
+            progress = await self._look(run, step, level, began_s)
+            if progress != told or now_s - told_s >= TELL_EVERY_S:
+                told, told_s = progress, now_s
+                yield progress
+            if progress.reached:
+                return
+            await self._node.changes.wait(LOOK_AGAIN_S)
+
+    async def _look(self, run: str, step: int, level: str, began_s: float) -> Progress:
+        session = self._newest(run, step)
+        if session is None:
+            return await self._elsewhere(run, step, level)
+        levels = self._node.required_tiers or self._node.tier_names if level == "all" else (level,)
+        with self._node.catalog.read() as txn:
+            progress = combined([level_progress(txn, session, name) for name in levels])
+        if not progress.reached and progress.missing:
+            waited_s = self._node.clock.monotonic() - self._node.first_seen_s.setdefault(session.id, began_s)
+            if waited_s >= self._node.config.node.complete_within:
+                raise Incomplete(
+                    f"{describe_missing(progress.missing)}; node.complete_within is over",
+                    missing=progress.missing,
+                    run=run,
+                    step=step,
+                )
+        return progress
+
+    def _newest(self, run: str, step: int) -> SessionRow | None:
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(run, step)
+            if checkpoint is None:
+                return None
+            rows = [txn.session(number) for number in checkpoint.session_ids]
+        return next((row for row in reversed(rows) if row is not None), None)
+
+    async def _elsewhere(self, run: str, step: int, level: str) -> Progress:
+        """Not heard of here: it may be written through other gateways."""
+        try:
+            found = await self._finder.complete(run, step)
+        except (NotFound, Unavailable, Incomplete) as error:
+            return Progress(False, 0, 0, (), error.sentence)
+        with self._node.catalog.read() as txn:
+            names = self._node.required_tiers if level == "all" else (level,)
+            return combined([level_progress(txn, found.session, name) for name in names])
+
+
+def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
+    """One level of one session, as the catalog knows it."""
+    missing = missing_parts(txn, session)
+    if level == "cache":
+        reached = any(state is PublishState.COMPLETE for state in session.publish.values()) or (
+            complete_at_cache(txn, session) and not missing
+        )
+        total = sum(part.size for part in txn.parts(session.id))
+        return Progress(reached, total, total, () if reached else missing, "" if reached else describe_missing(missing))
+    state = session.publish.get(level)
+    done = total = 0
+    for part in txn.parts(session.id):
+        _, _, verified, size = txn.part_progress(session.id, part.writer, level)
+        done, total = done + verified, total + size
+    if state in (PublishState.COMPLETE, PublishState.SUPERSEDED):
+        return Progress(True, total, total, (), "")
+    if session.reason:
+        reason = session.reason
+    elif missing:
+        reason = describe_missing(missing)
+    elif done < total:
+        reason = f"draining to {level}"
+    else:
+        reason = f"waiting for the other writers' parts on {level}"
+    return Progress(False, done, total, missing, reason)
+
+
+def combined(several: list[Progress]) -> Progress:
+    """All levels together."""
+    if not several:
+        raise InvalidArgument("no tier is configured, so there is no level to wait for")
+    open_ones = [progress for progress in several if not progress.reached]
+    return Progress(
+        reached=not open_ones,
+        done=sum(progress.done for progress in several),
+        total=sum(progress.total for progress in several),
+        missing=open_ones[0].missing if open_ones else (),
+        reason=open_ones[0].reason if open_ones else "",
+    )

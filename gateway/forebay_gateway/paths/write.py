@@ -1,0 +1,441 @@
+"""A shard from a client's stream into the cache, up to the acknowledgement `cache`.
+
+    begin: names checked, space reserved      -> the client may send
+    chunk: CRC checked, written to the disk   -> in order, on credit
+    finish: footer, fsync, rename, directory fsync, catalog synced -> receipt
+
+Owns the order of these acts and what is undone when one fails. What was not acknowledged leaves nothing behind.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forebay_gateway.admission.budget import Reservation
+from forebay_gateway.cache.footer import disk_size
+from forebay_gateway.cache.writer import SealedFile, ShardWriter
+from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.errors import AlreadyExists, CacheFull, Corrupt, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
+from forebay_gateway.movers.jobs import Identity
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.node import Node
+from forebay_wire.checksums import combine, crc32c
+from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
+
+MAX_WRITERS = 1 << 20
+GROWTH_BYTES = 64 << 20  # reserved at a time for a stream whose length is not known
+SMALL_WRITES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """One writer of one session of one checkpoint."""
+
+    run: str
+    step: int
+    session: str
+    writer: int
+    writers: int
+
+    def check(self) -> None:
+        """Raise InvalidArgument that says which rule is broken."""
+        try:
+            check_run(self.run)
+            check_step(self.step)
+            check_session(self.session)
+        except InvalidName as error:
+            raise InvalidArgument(str(error)) from error
+        if not 1 <= self.writers <= MAX_WRITERS:
+            raise InvalidArgument(f"writers must be 1 to {MAX_WRITERS}", writers=self.writers)
+        if self.writer >= self.writers:
+            raise InvalidArgument("writer must be below writers", writer=self.writer, writers=self.writers)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What is durable now."""
+
+    name: str
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class SmallShard:
+    """A whole shard in one message."""
+
+    name: str
+    crc32c: int
+    data: memoryview
+
+
+class WritePath:
+    """All streams of this gateway."""
+
+    def __init__(self, node: Node, evictor: Evictor) -> None:
+        self._node = node
+        self._evictor = evictor
+        self._receiving: dict[tuple[int, str], int] = {}  # (session, shard name): writer that streams it now
+        self._last_heard_s: dict[tuple[int, int], float] = {}  # (session, writer): monotonic
+        self.open_streams = 0
+
+    # -- one shard by stream -------------------------------------------------------------------------------------------
+
+    async def begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
+        """Check and reserve; nothing is left behind when it raises."""
+        check_name(name)
+        session_id = await self.open_part(part)
+        if (existing := self._existing(session_id, part, name)) is not None:
+            return Existing(Receipt(existing.name, existing.size, existing.crc32c))
+        chunk_size = self._node.config.cache.chunk_size
+        claim = self._claim(session_id, part, name)
+        try:
+            reservation = await self.reserve(disk_size(GROWTH_BYTES if size is None else size, chunk_size))
+            try:
+                key = ShardKey(session_id, self._node.catalog.new_id())
+                writer = await self._create(key, size, chunk_size)
+            except BaseException:
+                reservation.release()
+                raise
+        except BaseException:
+            claim.close()
+            raise
+        return Incoming(self, part, name, size, key, writer, reservation, claim)
+
+    async def _create(self, key: ShardKey, size: int | None, chunk_size: int) -> ShardWriter:
+        try:
+            writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
+        except CacheFull as error:
+            self._node.budget.disk_full(str(error))
+            raise
+        self._node.budget.disk_full("")
+        return writer
+
+    def _claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
+        """One stream a name at a time."""
+        key = (session_id, name)
+        if (holder := self._receiving.get(key)) is not None:
+            if holder != part.writer:
+                raise AlreadyExists(f"shard {name!r} is being written by another writer", writer=holder)
+            raise Unavailable(f"shard {name!r} is being written by another stream", retry_after_s=0.5, writer=holder)
+        self._receiving[key] = part.writer
+        self.open_streams += 1
+
+        def give_back() -> None:
+            del self._receiving[key]
+            self.open_streams -= 1
+
+        stack = contextlib.ExitStack()
+        stack.callback(give_back)
+        return stack
+
+    # -- many small shards ---------------------------------------------------------------------------------------------
+
+    async def put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
+        """All of them durable, or none taken. One catalog transaction for the group."""
+        names = [check_name(shard.name) for shard in shards]
+        if len(set(names)) != len(names):
+            raise InvalidArgument("a request names a shard twice", name=next(n for n in names if names.count(n) > 1))
+        for shard in shards:
+            if crc32c(shard.data) != shard.crc32c:
+                raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
+        session_id = await self.open_part(part)
+        fresh = [shard for shard in shards if not self._same_already(session_id, part, shard)]
+        if fresh:
+            # Shielded: a client that goes away must not cut the group between its files and the catalog.
+            await asyncio.shield(asyncio.ensure_future(self._write_group(session_id, part, fresh)))
+        return [Receipt(shard.name, len(shard.data), shard.crc32c) for shard in shards]
+
+    def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
+        existing = self._existing(session_id, part, shard.name)
+        if existing is None:
+            return False
+        Existing(Receipt(existing.name, existing.size, existing.crc32c)).compare(len(shard.data), shard.crc32c)
+        return True
+
+    async def _write_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard]) -> None:
+        chunk_size = self._node.config.cache.chunk_size
+        slots = asyncio.Semaphore(SMALL_WRITES_AT_ONCE)
+        written: list[ShardRow] = []
+        tables: dict[ShardKey, bytes] = {}
+
+        async def write(shard: SmallShard) -> None:
+            async with slots:
+                key = ShardKey(session_id, self._node.catalog.new_id())
+                size = len(shard.data)
+                writer = await self._create(key, size, chunk_size)
+                try:
+                    for offset in range(0, size, chunk_size):
+                        piece = shard.data[offset : offset + chunk_size]
+                        await writer.write_chunk(shard.crc32c if len(piece) == size else crc32c(piece), piece)
+                    sealed = await writer.seal(identity(part, shard.name), size=size, crc32c=shard.crc32c)
+                except BaseException:
+                    await writer.discard()
+                    raise
+                written.append(shard_row(key, part, shard.name, chunk_size, sealed))
+                tables[key] = sealed.chunks
+
+        with contextlib.ExitStack() as claims:
+            for shard in shards:
+                claims.enter_context(self._claim(session_id, part, shard.name))
+            reservation = await self.reserve(sum(disk_size(len(shard.data), chunk_size) for shard in shards))
+            try:
+                try:
+                    await all_or_none([write(shard) for shard in shards])
+                except BaseException:
+                    await self._drop_files([row.key for row in written])
+                    raise
+                await self.record(part.writer, [(row, tables[row.key]) for row in written])
+            except BaseException:
+                reservation.release()
+                raise
+            reservation.settle(sum(row.disk_size for row in written))
+
+    # -- shared --------------------------------------------------------------------------------------------------------
+
+    async def open_part(self, part: PartRef) -> int:
+        """The session's number, its rows created where this is the first that is heard of it."""
+        part.check()
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(part.run, part.step, part.session)
+            checkpoint = txn.checkpoint(part.run, part.step)
+            known = session is not None and txn.part(session.id, part.writer) is not None
+        if checkpoint is not None and checkpoint.deleting:
+            raise Unavailable("this checkpoint is being deleted", retry_after_s=1.0, run=part.run, step=part.step)
+        if session is None or not known or session.writers != part.writers:
+            new_id = self._node.catalog.new_id()
+
+            def act(txn: WriteTxn) -> int:
+                row = txn.open_session(part.run, part.step, part.session, part.writers, session_id=new_id)
+                txn.open_part(row.id, part.writer)
+                return row.id
+
+            session_id = await self._node.catalog.write(act)
+            self._node.changes.tell()
+        else:
+            session_id = session.id
+        now_s = self._node.clock.monotonic()
+        self._last_heard_s[session_id, part.writer] = now_s
+        self._node.first_seen_s.setdefault(session_id, now_s)
+        return session_id
+
+    def silent_for_s(self, session_id: int, writer: int) -> float:
+        """Seconds since this part was last heard of; counted from the gateway's start for parts of an earlier process."""
+        key = (session_id, writer)
+        if any(holder == writer for (session, _), holder in self._receiving.items() if session == session_id):
+            return 0.0
+        now_s = self._node.clock.monotonic()
+        return now_s - self._last_heard_s.setdefault(key, now_s)
+
+    def forget(self, session_id: int, writer: int) -> None:
+        """The part is committed or gone."""
+        self._last_heard_s.pop((session_id, writer), None)
+
+    def _existing(self, session_id: int, part: PartRef, name: str) -> ShardRow | None:
+        with self._node.catalog.read() as txn:
+            row = txn.shard_by_name(session_id, name)
+            state = txn.part(session_id, part.writer)
+        if row is not None and row.writer != part.writer:
+            raise AlreadyExists(f"shard {name!r} of this checkpoint was put by another writer", writer=row.writer)
+        if row is None and state is not None and state.state is PartState.COMMITTED:
+            raise AlreadyExists(
+                f"the part is committed and holds no shard {name!r}; save again under a new session",
+                run=part.run,
+                step=part.step,
+                writer=part.writer,
+            )
+        return row
+
+    async def reserve(self, size: int) -> Reservation:
+        """Space, after evicting verified data where that helps; raises CacheFull."""
+        try:
+            return self._node.budget.reserve(size)
+        except CacheFull:
+            if not await self._evictor.make_room(size):
+                raise
+            return self._node.budget.reserve(size)
+
+    async def record(self, writer: int, rows: Sequence[tuple[ShardRow, bytes]]) -> None:
+        """The files are durable; make the catalog say so, synced. The files are dropped where it refuses."""
+
+        def act(txn: WriteTxn) -> None:
+            for row, chunks in rows:
+                part = txn.part(row.session_id, writer)
+                if part is None:
+                    raise NotFound("the part was aborted while this shard was on its way", writer=writer)
+                if part.state is PartState.COMMITTED:
+                    raise AlreadyExists("the part was committed while this shard was on its way", writer=writer)
+                txn.seal(row, chunks)
+
+        try:
+            await self._node.catalog.write(act)
+        except BaseException:
+            await self._drop_files([row.key for row, _ in rows])
+            raise
+
+    async def _drop_files(self, keys: Sequence[ShardKey]) -> None:
+        paths = [self._node.cache.shard_path(key) for key in keys]
+        await self._node.io.run(self._node.cache.unlink_many, paths)
+
+
+class Existing:
+    """This writer has put this name before: only an equal shard is acknowledged again."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self.receipt = receipt
+        self._offset = 0
+        self._crc = 0
+
+    def compare(self, size: int, crc: int) -> Receipt:
+        """The receipt again, or AlreadyExists."""
+        if (size, crc) != (self.receipt.size, self.receipt.crc32c):
+            raise AlreadyExists(
+                f"shard {self.receipt.name!r} is there with other content",
+                size=self.receipt.size,
+                crc32c=f"{self.receipt.crc32c:08x}",
+                offered_size=size,
+                offered_crc32c=f"{crc:08x}",
+            )
+        return self.receipt
+
+    async def chunk(self, offset: int, crc: int, data: memoryview) -> None:
+        """For clients that send the bytes all the same: they are checked, then compared at the end by their CRC."""
+        if crc32c(data) != crc:
+            raise Corrupt("a chunk arrived damaged", offset=offset)
+        if offset != self._offset:
+            raise InvalidArgument("chunks must come in order, each once", expected_offset=self._offset, offset=offset)
+        self._offset += len(data)
+        self._crc = combine(self._crc, crc, len(data))
+
+    async def finish(self, size: int, crc: int) -> Receipt:
+        """The receipt again if what was offered is equal."""
+        if self._offset and (self._offset, self._crc) != (size, crc):
+            raise InvalidArgument("the trailer does not fit the chunks", size=size, received_bytes=self._offset)
+        return self.compare(size, crc)
+
+    async def discard(self) -> None:
+        """Nothing to undo."""
+
+
+class Incoming:
+    """A shard on its way in. Ends by finish() or discard(); discard is idempotent."""
+
+    def __init__(
+        self,
+        path: WritePath,
+        part: PartRef,
+        name: str,
+        size: int | None,
+        key: ShardKey,
+        writer: ShardWriter,
+        reservation: Reservation,
+        claim: contextlib.ExitStack,
+    ) -> None:
+        self._path, self._part, self._name, self._size = path, part, name, size
+        self._key, self._writer, self._reservation, self._claim = key, writer, reservation, claim
+        self._chunk_size = path._node.config.cache.chunk_size
+        self._offset = 0
+        self._state = ShardState.RECEIVING
+        self._sealing: asyncio.Future[Receipt] | None = None
+
+    async def chunk(self, offset: int, crc: int, data: memoryview) -> None:
+        """The next chunk; returns when there is credit for one more."""
+        if offset != self._offset:
+            raise InvalidArgument(
+                f"shard {self._name!r}: chunks must come in order, each once", expected_offset=self._offset, offset=offset
+            )
+        end = offset + len(data)
+        if self._size is not None and end > self._size:
+            raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
+        if self._size is None and (more := disk_size(end, self._chunk_size) - self._reservation.size) > 0:
+            self._reservation.grow(max(more, GROWTH_BYTES))
+        self._offset = end
+        await self._writer.write_chunk(crc, data)
+
+    async def finish(self, size: int, crc: int) -> Receipt:
+        """Durable, or an error and nothing left."""
+        if size != self._offset or (self._size is not None and size != self._size):
+            raise InvalidArgument(
+                f"shard {self._name!r}: sizes differ",
+                trailer_size=size,
+                received_bytes=self._offset,
+                announced="none" if self._size is None else self._size,
+            )
+        # From here on a client that goes away changes nothing: the catalog's answer decides what happens to the file.
+        self._sealing = asyncio.ensure_future(self._seal(size, crc))
+        return await asyncio.shield(self._sealing)
+
+    async def _seal(self, size: int, crc: int) -> Receipt:
+        try:
+            sealed = await self._writer.seal(identity(self._part, self._name), size=size, crc32c=crc)
+            row = shard_row(self._key, self._part, self._name, self._chunk_size, sealed)
+            await self._path.record(self._part.writer, [(row, sealed.chunks)])
+        except BaseException:
+            await self._undo()
+            raise
+        self._state = next_shard_state(self._state, ShardEvent.SEAL)
+        self._reservation.settle(sealed.disk_size)
+        self._claim.close()
+        return Receipt(self._name, size, crc)
+
+    async def discard(self) -> None:
+        """Undo everything that is not acknowledged; waits for a seal that is under way."""
+        if self._sealing is not None:
+            await asyncio.wait({self._sealing})
+            self._sealing.exception()
+        else:
+            await self._undo()
+
+    async def _undo(self) -> None:
+        if self._state is not ShardState.RECEIVING:
+            return
+        self._state = next_shard_state(self._state, ShardEvent.ABANDON)
+        try:
+            await self._writer.discard()
+        finally:
+            self._reservation.release()
+            self._claim.close()
+
+
+def check_name(name: str) -> str:
+    """The shard's name, or InvalidArgument."""
+    try:
+        return check_shard_name(name)
+    except InvalidName as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def identity(part: PartRef, name: str) -> Identity:
+    """What the footer says."""
+    return Identity(part.run, part.step, part.session, part.writer, part.writers, name)
+
+
+def shard_row(key: ShardKey, part: PartRef, name: str, chunk_size: int, sealed: SealedFile) -> ShardRow:
+    """The catalog's row of a sealed file."""
+    return ShardRow(
+        session_id=key.session_id,
+        shard_id=key.shard_id,
+        writer=part.writer,
+        name=name,
+        size=sealed.size,
+        chunk_size=chunk_size,
+        crc32c=sealed.crc32c,
+        state=ShardState.SEALED,
+        disk_size=sealed.disk_size,
+    )
+
+
+async def all_or_none(acts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all together; on the first error the others are cancelled and awaited before it is raised."""
+    running = [asyncio.ensure_future(act) for act in acts]
+    try:
+        await asyncio.gather(*running)
+    except BaseException:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise

@@ -1,0 +1,113 @@
+"""forebay.v1.Admin: the operator's verbs.
+
+Owns decoding and encoding, and what counts as healthy.
+"""
+
+from forebay_gateway import __version__
+from forebay_gateway.core.config import render_toml
+from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.health import Health
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.write import WritePath
+from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.status import Context, answers
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.v1 import admin_pb2 as pb
+
+INCOMPLETE_SHOWN_MAX = 20
+
+
+class AdminService:
+    """One instance a gateway."""
+
+    def __init__(self, node: Node, health: Health, writes: WritePath, drains: dict[str, Drain], source: str) -> None:
+        self._node = node
+        self._health = health
+        self._writes = writes
+        self._drains = drains
+        self._source = source
+
+    @answers
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
+        """See admin.proto."""
+        node = self._node
+        report = self._health.report()
+        return pb.Status(
+            node=node.id,
+            version=__version__,
+            uptime_s=report.uptime_s,
+            health=report.health,
+            pressure=encode.pressure(node),
+            cache=self._cache(),
+            tiers=[self._tier(tier) for tier in node.tiers.values()],
+            movers=[
+                pb.MoverStatus(name=mover.name, pid=mover.pid, doing=mover.doing, restarts=mover.restarts)
+                for mover in node.movers.processes()
+            ],
+            alarms=[pb.Alarm(severity=alarm.severity, what=alarm.what, todo=alarm.todo) for alarm in report.alarms],
+            checkpoints_complete=report.complete,
+            checkpoints_incomplete=len(report.incomplete),
+            incomplete=[encode.checkpoint(found) for found in report.incomplete[:INCOMPLETE_SHOWN_MAX]],
+            listen=node.config.node.listen,
+            loop_lag_p99_s=report.loop_lag_p99_s,
+        )
+
+    def _cache(self) -> pb.CacheStatus:
+        node = self._node
+        with node.catalog.read() as txn:
+            totals = txn.totals()
+        return pb.CacheStatus(
+            path=str(node.cache.path),
+            capacity_bytes=node.budget.capacity,
+            used_bytes=node.budget.used,
+            reserved_bytes=node.budget.reserved,
+            dirty_bytes=totals.dirty,
+            direct_io=node.cache.direct_io,
+            file_system=node.cache.file_system,
+            open_streams=self._writes.open_streams,
+        )
+
+    def _tier(self, tier: MonitoredTier) -> pb.TierStatus:
+        with self._node.catalog.read() as txn:
+            totals = txn.totals().tiers.get(tier.name)
+        message = pb.TierStatus(
+            name=tier.name,
+            kind=tier.tier.kind,
+            state="held" if tier.held else tier.state.value,
+            reason="held by an operator; `forebay queue release` lets it go on" if tier.held else tier.reason,
+            pending_copies=totals.copies if totals else 0,
+            pending_bytes=totals.size if totals else 0,
+            drain_bytes_per_s=tier.rate.bytes_per_s,
+            required=tier.required,
+        )
+        oldest_s = self._health.oldest_pending_s(tier.name)
+        if oldest_s is not None:
+            message.oldest_pending_s = oldest_s
+        if (proved := tier.tier.capabilities) is not None:
+            words = {
+                "conditional_create": proved.conditional_create,
+                "conditional_replace": proved.conditional_replace,
+                "server_checksum": proved.server_checksum,
+                "multipart": proved.multipart,
+                "list_after_put": proved.list_after_put,
+                "links": proved.links,
+                "direct_io": proved.direct_io,
+            }
+            message.capabilities.update({name: "yes" if value else "no" for name, value in words.items()})
+            message.capabilities.update(proved.notes)
+            if proved.clock_skew_s is not None:
+                message.clock_skew_s = proved.clock_skew_s
+        return message
+
+    @answers
+    async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:
+        """See admin.proto."""
+        return pb.GetConfigResponse(toml=render_toml(self._node.config), source=self._source)
+
+    @answers
+    async def SetQueue(self, request: pb.SetQueueRequest, context: Context) -> pb.SetQueueResponse:
+        """See admin.proto."""
+        tiers = [self._node.tier(request.tier)] if request.tier else list(self._node.tiers.values())
+        for tier in tiers:
+            await self._drains[tier.name].hold(request.held)
+        return pb.SetQueueResponse(tiers=[tier.name for tier in tiers])

@@ -1,0 +1,89 @@
+"""Views of the paths as messages.
+
+Owns the translation, and nothing else.
+"""
+
+from collections.abc import Iterable
+
+from forebay_gateway.admission.budget import Pressure
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import MissingPart
+from forebay_gateway.core.records import ShardRow
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.view import CheckpointView
+from forebay_gateway.paths.write import PartRef, Receipt
+from forebay_wire.v1 import gateway_pb2 as pb
+
+
+def part_ref(message: pb.PartRef) -> PartRef:
+    """A writer's part; checked by the path that takes it."""
+    return PartRef(message.run, message.step, message.session, message.writer, message.writers)
+
+
+def receipt(value: Receipt) -> pb.Receipt:
+    """What is durable in the cache."""
+    return pb.Receipt(name=value.name, size=value.size, crc32c=value.crc32c, level="cache")
+
+
+def missing(parts: Iterable[MissingPart]) -> list[pb.Missing]:
+    """Writers that are lacking."""
+    return [pb.Missing(writer=part.writer, shards=part.shards, state=part.state) for part in parts]
+
+
+def checkpoint(value: CheckpointView) -> pb.Checkpoint:
+    """One checkpoint for people and schedulers."""
+    session = value.session
+    return pb.Checkpoint(
+        run=session.run,
+        step=session.step,
+        session=session.session,
+        writers=session.writers,
+        state=value.state,
+        missing=missing(value.missing),
+        levels=[
+            pb.Level(
+                level=level.level,
+                state=level.state,
+                bytes_done=level.done,
+                bytes_total=level.total,
+                reason=level.reason,
+            )
+            for level in value.levels
+        ],
+        size=value.size,
+        shard_count=value.shard_count,
+        pinned=value.pinned,
+        metadata_json=value.metadata_json,
+        reason=value.reason,
+    )
+
+
+def shard(txn: ReadTxn, row: ShardRow) -> pb.ShardInfo:
+    """One shard, with the state of each copy."""
+    return pb.ShardInfo(
+        name=row.name,
+        size=row.size,
+        crc32c=row.crc32c,
+        writer=row.writer,
+        state=row.state.value,
+        copies={tier: copy.state.value for tier, copy in txn.copies(row.key).items()},
+    )
+
+
+def pressure(node: Node) -> pb.Pressure:
+    """How full the cache is, and what the tiers still have to take."""
+    now: Pressure = node.budget.pressure()
+    message = pb.Pressure(level=now.level, reason=now.reason, fill=now.fill)
+    if now.retry_after_s is not None:
+        message.retry_after_s = now.retry_after_s
+    with node.catalog.read() as txn:
+        totals = txn.totals()
+    for tier in node.tiers.values():
+        size = totals.tiers[tier.name].size if tier.name in totals.tiers else 0
+        rate = tier.rate.bytes_per_s
+        backlog = message.tiers.add(tier=tier.name, pending_bytes=size, drain_bytes_per_s=rate)
+        if not size:
+            backlog.eta_s = 0.0
+        elif rate > 0:
+            backlog.eta_s = size / rate
+    return message

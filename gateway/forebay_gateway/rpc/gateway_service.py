@@ -1,0 +1,269 @@
+"""forebay.v1.Gateway: the client's verbs.
+
+Owns decoding and encoding. PutShard and ReadShard take and give raw messages: their chunks go through the hot-path codec.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound
+from forebay_gateway.paths.commit import CommitPath, Expected
+from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.read import ReadPath
+from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.view import CheckpointView, view
+from forebay_gateway.paths.wait import Progress, Waiter
+from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath
+from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.status import Context, answers, streams
+from forebay_wire.frames import ChunkFrame, FrameError, decode_put_request, encode_read_chunk
+from forebay_wire.names import InvalidName, check_run
+from forebay_wire.v1 import gateway_pb2 as pb
+
+WINDOW = 4
+SHARDS_A_PAGE = 1000
+
+
+@dataclass
+class Paths:
+    """The story, as the services call it."""
+
+    write: WritePath
+    commit: CommitPath
+    find: Finder
+    read: ReadPath
+    wait: Waiter
+    retain: Retention
+
+
+class GatewayService:
+    """One instance a gateway."""
+
+    def __init__(self, node: Node, paths: Paths) -> None:
+        self._node = node
+        self._paths = paths
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    @streams
+    async def PutShard(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        """See gateway.proto. Messages are raw: the next one is read only once there is credit for it."""
+        incoming: Incoming | Existing | None = None
+        deadline_s = self._node.config.node.stream_timeout
+        try:
+            header = await _next_frame(requests, deadline_s)
+            if not isinstance(header, pb.PutHeader):
+                raise InvalidArgument("a PutShard stream begins with a header")
+            size = header.size if header.HasField("size") else None
+            incoming = await self._paths.write.begin(encode.part_ref(header.part), header.name, size)
+            accepted = pb.Accepted(chunk_size=self._node.config.cache.chunk_size, window=WINDOW)
+            if isinstance(incoming, Existing):
+                accepted.existing.CopyFrom(encode.receipt(incoming.receipt))
+            yield pb.PutShardResponse(accepted=accepted).SerializeToString()
+            while True:
+                frame = await _next_frame(requests, deadline_s)
+                if isinstance(frame, ChunkFrame):
+                    await incoming.chunk(frame.offset, frame.crc32c, frame.data)
+                elif isinstance(frame, pb.PutTrailer):
+                    break
+                else:
+                    raise InvalidArgument("a PutShard stream has one header", name=header.name)
+            receipt = await incoming.finish(frame.size, frame.crc32c)
+            yield pb.PutShardResponse(receipt=encode.receipt(receipt)).SerializeToString()
+        finally:
+            if incoming is not None:
+                await incoming.discard()
+
+    @streams
+    async def PutMany(self, requests: AsyncIterator[pb.PutManyRequest], context: Context) -> AsyncIterator[pb.PutManyResponse]:
+        """See gateway.proto."""
+        part: pb.PartRef | None = None
+        async for request in requests:
+            if request.HasField("part"):
+                part = request.part
+            if part is None:
+                raise InvalidArgument("the first message of a PutMany stream names the part")
+            shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
+            receipts = await self._paths.write.put_small(encode.part_ref(part), shards)
+            yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
+
+    @answers
+    async def CommitPart(self, request: pb.CommitPartRequest, context: Context) -> pb.CommitPartResponse:
+        """See gateway.proto."""
+        expected = [Expected(shard.name, shard.size, shard.crc32c) for shard in request.shards]
+        done = await self._paths.commit.commit(encode.part_ref(request.part), expected, request.metadata_json)
+        return pb.CommitPartResponse(
+            level="cache", checkpoint_complete=done.complete_at_cache, pressure=encode.pressure(self._node)
+        )
+
+    @answers
+    async def AbortPart(self, request: pb.AbortPartRequest, context: Context) -> pb.AbortPartResponse:
+        """See gateway.proto."""
+        return pb.AbortPartResponse(shards_dropped=await self._paths.commit.abort(encode.part_ref(request.part)))
+
+    @streams
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> AsyncIterator[pb.WaitResponse]:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        last: Progress | None = None
+        try:
+            async with (
+                asyncio.timeout(request.timeout_s or None),
+                aclosing(self._paths.wait.watch(request.run, request.step, request.level)) as watching,
+            ):
+                async for last in watching:
+                    yield pb.WaitResponse(
+                        reached=last.reached,
+                        bytes_done=last.done,
+                        bytes_total=last.total,
+                        missing=encode.missing(last.missing),
+                        reason=last.reason,
+                    )
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"step {request.step} has not reached {request.level!r}: {last.reason if last else 'no news'}",
+                run=request.run,
+            ) from None
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @streams
+    async def ReadShard(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
+        """See gateway.proto."""
+        try:
+            request = pb.ReadShardRequest.FromString(message)
+        except ValueError as error:
+            raise InvalidArgument(f"not a ReadShardRequest: {error}") from error
+        length = request.length if request.HasField("length") else None
+        pieces = self._paths.read.read(
+            request.run, request.step, request.session, request.name, request.offset, length, request.source
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield encode_read_chunk(piece.offset, piece.crc32c, piece.data)
+
+    @answers
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Checkpoint:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        return encode.checkpoint(await self._view(request.run, request.step))
+
+    async def _view(self, run: str, step: int) -> CheckpointView:
+        """Complete or not; what is not known anywhere raises."""
+        error: Exception | None = None
+        try:
+            await self._paths.find.complete(run, step)
+        except (Incomplete, Corrupt) as reason:
+            error = reason
+        with self._node.catalog.read() as txn:
+            row = txn.checkpoint(run, step)
+            found = None if row is None else view(self._node, txn, row)
+        if found is None:
+            raise error or NotFound(f"no checkpoint of run {run!r} has step {step}", run=run, step=step)
+        return found
+
+    @streams
+    async def ListShards(self, request: pb.ListShardsRequest, context: Context) -> AsyncIterator[pb.ListShardsResponse]:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        found = await self._view(request.run, request.step)
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(request.run, request.step, request.session) if request.session else found.session
+            if session is None:
+                raise NotFound(f"no session {request.session!r} of this step is known here")
+            rows = sorted(txn.shards(session.id), key=lambda row: row.name)
+        for begin in range(0, len(rows), SHARDS_A_PAGE):
+            with self._node.catalog.read() as txn:
+                page = [encode.shard(txn, row) for row in rows[begin : begin + SHARDS_A_PAGE]]
+            yield pb.ListShardsResponse(shards=page)
+
+    @answers
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        await self._paths.find.steps(request.run)
+        answer = pb.ListCheckpointsResponse()
+        with self._node.catalog.read() as txn:
+            for row in txn.checkpoints(request.run):
+                if (found := view(self._node, txn, row)) is not None:
+                    answer.checkpoints.append(encode.checkpoint(found))
+        if not answer.checkpoints:
+            self._raise_unknown_run(request.run)
+        return answer
+
+    def _raise_unknown_run(self, run: str) -> None:
+        away = self._node.unreachable_tiers()
+        hint = f"; not reachable now: {', '.join(tier.name for tier in away)}" if away else ""
+        raise NotFound(f"no run {run!r} is known here or on the tiers{hint}")
+
+    @answers
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        """See gateway.proto."""
+        answer = pb.ListRunsResponse()
+        for run in await self._paths.find.runs():
+            await self._paths.find.steps(run)
+            with self._node.catalog.read() as txn:
+                views = [found for row in txn.checkpoints(run) if (found := view(self._node, txn, row)) is not None]
+            if not views:
+                continue
+            message = answer.runs.add(run=run, checkpoints=len(views))
+            complete = [found.session.step for found in views if found.state == "complete"]
+            if complete:
+                message.latest_step = max(complete)
+        return answer
+
+    @answers
+    async def Latest(self, request: pb.LatestRequest, context: Context) -> pb.Checkpoint:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        found = await self._paths.find.latest(request.run, request.level or "any")
+        message = encode.checkpoint(await self._view(request.run, found.session.step))
+        if found.unreachable:
+            message.reason = f"a newer one may lie on a tier that cannot be reached now: {', '.join(found.unreachable)}"
+        return message
+
+    # -- keeping and dropping ------------------------------------------------------------------------------------------
+
+    @answers
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        await self._paths.retain.pin(request.run, request.step, request.pinned)
+        return pb.PinResponse()
+
+    @answers
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        gone = await self._paths.retain.delete(request.run, request.step, force=request.force, dry_run=request.dry_run)
+        return pb.DeleteResponse(shards=gone.shards, size=gone.size, levels=gone.levels)
+
+    @answers
+    async def GetPressure(self, request: pb.GetPressureRequest, context: Context) -> pb.Pressure:
+        """See gateway.proto."""
+        return encode.pressure(self._node)
+
+    def _check_run(self, run: str) -> None:
+        try:
+            check_run(run)
+        except InvalidName as error:
+            raise InvalidArgument(str(error)) from error
+
+
+async def _next_frame(requests: AsyncIterator[Any], deadline_s: float) -> ChunkFrame | pb.PutHeader | pb.PutTrailer:
+    """The stream's next message; raises when it ends, is malformed, or is silent for too long."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            message = await anext(requests)
+    except StopAsyncIteration:
+        raise InvalidArgument("the stream ended before its trailer; nothing of this shard was kept") from None
+    except TimeoutError:
+        raise DeadlineExceeded("the stream made no progress; nothing of this shard was kept", silent_s=deadline_s) from None
+    try:
+        return decode_put_request(message)
+    except FrameError as error:
+        raise InvalidArgument(str(error)) from error

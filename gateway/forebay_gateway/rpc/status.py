@@ -1,0 +1,93 @@
+"""Errors as clients see them: the one table from kinds to gRPC codes, and the detail that travels with each.
+
+Owns the mapping. Every failed call carries the trailing metadata "forebay-error-bin", a serialized ErrorDetail.
+"""
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from forebay_gateway.core.errors import ForebayError, Incomplete
+from forebay_wire.v1 import gateway_pb2 as pb
+
+log = logging.getLogger("forebay.rpc")
+
+DETAIL_KEY = "forebay-error-bin"
+MISSING_SHOWN_MAX = 100
+
+CODES: dict[str, grpc.StatusCode] = {
+    "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
+    "not_found": grpc.StatusCode.NOT_FOUND,
+    "already_exists": grpc.StatusCode.ALREADY_EXISTS,
+    "incomplete": grpc.StatusCode.FAILED_PRECONDITION,
+    "corrupt": grpc.StatusCode.DATA_LOSS,
+    "cache_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable": grpc.StatusCode.UNAVAILABLE,
+    "permission_denied": grpc.StatusCode.PERMISSION_DENIED,
+    "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "unsupported": grpc.StatusCode.UNIMPLEMENTED,
+    "failed_precondition": grpc.StatusCode.FAILED_PRECONDITION,
+    "internal": grpc.StatusCode.INTERNAL,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Answer = TypeVar("Answer")
+
+
+def detail_of(error: BaseException) -> pb.ErrorDetail:
+    """What travels beside the gRPC status."""
+    if not isinstance(error, ForebayError):
+        return pb.ErrorDetail(kind="internal", message="internal error; the gateway's log has the cause")
+    detail = pb.ErrorDetail(kind=error.kind, message=str(error))
+    if error.retry_after_s is not None:
+        detail.retry_after_s = error.retry_after_s
+    if isinstance(error, Incomplete):
+        for part in error.missing[:MISSING_SHOWN_MAX]:
+            detail.missing.add(writer=part.writer, shards=part.shards, state=part.state)
+    return detail
+
+
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """End the call with the error's code and detail."""
+    if not isinstance(error, ForebayError):
+        log.error("a call failed unexpectedly", exc_info=error)
+    detail = detail_of(error)
+    await context.abort(
+        CODES.get(detail.kind, grpc.StatusCode.INTERNAL), detail.message, ((DETAIL_KEY, detail.SerializeToString()),)
+    )
+    raise AssertionError("abort returned")
+
+
+def answers(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
+    """A unary method whose errors become statuses."""
+
+    @functools.wraps(method)
+    async def call(self: object, request: object, context: Context) -> Answer:
+        try:
+            return await method(self, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001  every error becomes a status
+            await abort(context, error)
+
+    return call
+
+
+def streams(method: Callable[..., AsyncIterator[Answer]]) -> Callable[..., AsyncIterator[Answer]]:
+    """A streaming method whose errors become statuses."""
+
+    @functools.wraps(method)
+    async def call(self: object, request: object, context: Context) -> AsyncIterator[Answer]:
+        try:
+            async for answer in method(self, request, context):
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001  every error becomes a status
+            await abort(context, error)
+
+    return call

@@ -1,0 +1,69 @@
+"""The process: configuration in, signals, ordered end.
+
+Owns the order of start and stop, and the exit code. `main` is what `forebay serve` calls.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvloop
+
+from forebay_gateway import __version__
+from forebay_gateway.base.logs import setup_logging
+from forebay_gateway.build import Gateway
+from forebay_gateway.core.config import Config, default_config, load_config
+from forebay_gateway.core.errors import ForebayError, StartupError
+
+log = logging.getLogger("forebay.serve")
+
+
+def read_config(path: str | None) -> tuple[Config, str]:
+    """The configuration and where it is from; without a file the embedded default. Raises StartupError."""
+    if path is None:
+        home = str(Path.home())
+        return default_config(os.environ, os.getuid(), home, socket.gethostname()), "embedded default"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read the configuration {path}: {error}") from error
+    return load_config(text, os.environ, path), path
+
+
+def main(config_path: str | None) -> int:
+    """Serve until SIGTERM or SIGINT; 0 for an ordered end, 1 otherwise."""
+    try:
+        config, source = read_config(config_path)
+        setup_logging(config.log.level, config.log.format)
+        return uvloop.run(_serve(config, source))
+    except ForebayError as error:
+        print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+async def _serve(config: Config, source: str) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gateway = await Gateway.start(config, source)
+    log.info("serving node=%s version=%s listen=%s", config.node.id, __version__, ",".join(config.node.listen))
+    running = asyncio.create_task(gateway.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    failed = running.done() and running.exception() is not None
+    log.info("stopping; streams under way may finish for %s s", config.node.drain_timeout)
+    await gateway.stop(0.5 if failed else config.node.drain_timeout)
+    stopping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await stopping
+    if failed:
+        log.critical("ended by a failure", exc_info=running.exception())
+        return 1
+    await running
+    return 0

@@ -1,0 +1,55 @@
+"""From a tier's configuration to a tier with its decorators. The only place that knows all kinds.
+
+Owns the order: metered, around retrying, around throttled, around the tier. So waits and repetitions count into latency, and
+every repetition is paced.
+"""
+
+from pathlib import Path
+
+from forebay_gateway.base.clock import Clock, SystemClock
+from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.tiers.base import Tier
+from forebay_gateway.tiers.memory import MemoryTier
+from forebay_gateway.tiers.metered import MeteredTier, TierMeter
+from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
+from forebay_gateway.tiers.s3 import S3Tier
+from forebay_gateway.tiers.s3_client import S3Settings
+from forebay_gateway.tiers.throttled import ThrottledTier
+
+
+def open_tier(
+    config: TierConfig, clock: Clock | None = None, meter: TierMeter | None = None, policy: RetryPolicy | None = None
+) -> Tier:
+    """A tier ready for use; nothing is touched or connected before its first verb. Counts into `meter` where one is given."""
+    clock = clock or SystemClock()
+    tier = _bare(config, clock)
+    if config.bandwidth is not None or config.iops is not None:
+        tier = ThrottledTier(tier, clock, config.bandwidth, config.iops)
+    tier = RetryingTier(tier, clock, policy)
+    return tier if meter is None else MeteredTier(tier, meter)
+
+
+def _bare(config: TierConfig, clock: Clock) -> Tier:
+    match config.kind:
+        case "memory":
+            return MemoryTier(config.name)
+        case "posix":
+            return PosixTier(config.name, Path(config.path), concurrency=config.concurrency, clock=clock)
+        case "s3":
+            return S3Tier(config.name, _s3_settings(config), clock=clock)
+    raise InvalidArgument("no such kind of tier", tier=config.name, kind=config.kind)
+
+
+def _s3_settings(config: TierConfig) -> S3Settings:
+    return S3Settings(
+        bucket=config.bucket,
+        prefix=config.prefix,
+        endpoint=config.endpoint,
+        region=config.region,
+        addressing=config.addressing,
+        sign_payload=config.sign_payload,
+        part_size=config.part_size,
+        concurrency=config.concurrency,
+    )

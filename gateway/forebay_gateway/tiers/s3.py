@@ -1,0 +1,216 @@
+"""A bucket of an object store as a tier.
+
+Owns which request serves which verb. Does not own connections (s3_client), large objects (s3_multipart), the probe (s3_probe),
+nor what errors mean (s3_errors). It asks the probe's record before it relies on anything a store may lack.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+from forebay_gateway.base.clock import Clock, SystemClock
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    Corrupt,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
+from forebay_gateway.tiers.base import Capabilities, Listing, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.keys import directory_of
+from forebay_gateway.tiers.readback import check_size, check_stream
+from forebay_gateway.tiers.s3_body import Body
+from forebay_gateway.tiers.s3_client import S3Client, S3Settings
+from forebay_gateway.tiers.s3_errors import code_of
+from forebay_gateway.tiers.s3_limit import AdaptiveLimit
+from forebay_gateway.tiers.s3_multipart import Upload, abort, encode_crc, full_object_crc, part_size
+from forebay_gateway.tiers.s3_probe import PUT_CHECKSUM, probe
+from forebay_wire.checksums import crc32c
+
+_PLAIN = PutOptions()
+_READ_BYTES = 1 << 20
+_READ_TIMEOUT_S = 90.0
+
+
+class S3Tier(Tier):
+    """Keys lie below the configured prefix. `tag` is the ETag."""
+
+    kind: ClassVar[str] = "s3"
+
+    def __init__(self, name: str, settings: S3Settings, *, clock: Clock | None = None) -> None:
+        super().__init__(name)
+        self.client = S3Client(name, settings, clock or SystemClock())
+        self._limit = AdaptiveLimit(settings.concurrency, self.client.clock)
+
+    async def probe(self) -> Capabilities:
+        self.capabilities = await probe(self.client)
+        return self.capabilities
+
+    def _proved(self, what: str) -> bool:
+        """Whether the probe proved a capability; before the probe nothing is proved."""
+        if self.capabilities is None:
+            return False
+        return what in self.capabilities.notes or bool(getattr(self.capabilities, what, False))
+
+    # Shards
+
+    async def put(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
+        await self.client.before_write()
+        if source.size <= part_size(source.size, source.chunk_size, self.client.settings.part_size) or not self._multipart():
+            return await self._put_whole(key, source, options)
+        upload = Upload(self.client, self._limit, key, source, full_crc=self._proved("server_checksum"))
+        etag = await upload.run(options)
+        return ObjectInfo(key, source.size, etag)
+
+    def _multipart(self) -> bool:
+        return self.capabilities is None or self.capabilities.multipart
+
+    async def _put_whole(self, key: str, source: Source, options: PutOptions) -> ObjectInfo:
+        async with self._limit.slot():
+            body = Body([await source.read_chunk(index) for index in range(len(source.chunk_crcs))])
+            check_size(self.name, key, source, len(body))
+            answer = await self._put_object(key, body, source.crc32c)
+        if options.on_progress is not None:
+            options.on_progress(len(body))
+        return ObjectInfo(key, source.size, answer["ETag"])
+
+    async def _put_object(self, key: str, body: Body, crc: int, **condition: Any) -> dict[str, Any]:
+        if self._proved(PUT_CHECKSUM):
+            condition["ChecksumCRC32C"] = encode_crc(crc)
+        return await self.client.call("put_object", key, body_bytes=len(body), Body=body, **condition)
+
+    async def verify(self, key: str, source: Source) -> ObjectInfo:
+        info = await self.head(key)
+        check_size(self.name, key, source, info.size)
+        if info.crc32c is None:
+            await check_stream(self.name, key, source, self.read(key, 0, source.size))
+        elif info.crc32c != source.crc32c:
+            raise Corrupt(
+                "the object store's checksum differs from the source's",
+                tier=self.name,
+                key=key,
+                expected=f"{source.crc32c:08x}",
+                actual=f"{info.crc32c:08x}",
+            )
+        return info
+
+    async def read(self, key: str, offset: int, length: int) -> AsyncIterator[bytes]:
+        if length == 0:
+            if (info := await self.head(key)).size < offset:
+                raise Corrupt("the object is shorter than asked for", tier=self.name, key=key, size=info.size)
+            return
+        answer = await self.client.call("get_object", key, Range=f"bytes={offset}-{offset + length - 1}")
+        body = answer["Body"]
+        try:
+            self._check_range(key, answer, offset, length)
+            received = 0
+            while received < length:
+                piece = await self._receive(key, body)
+                if not piece:
+                    raise Unavailable("the answer ended early", tier=self.name, key=key, offset=offset + received)
+                received += len(piece)
+                yield piece
+        finally:
+            # Unread bytes are not drained: closing gives the connection's place in the pool back at once.
+            body.close()
+
+    async def _receive(self, key: str, body: Any) -> bytes:
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                piece: bytes = await body.read(_READ_BYTES)
+            return piece
+        except Exception as error:
+            raise self.client.translated(error, key, "get_object") from error
+
+    def _check_range(self, key: str, answer: dict[str, Any], offset: int, length: int) -> None:
+        size = answer.get("ContentLength")
+        if "ContentRange" not in answer and (offset or size != length):
+            raise Unsupported("the object store does not serve byte ranges", tier=self.name, key=key)
+        if size != length:
+            raise Corrupt("the object is shorter than asked for", tier=self.name, key=key, offset=offset, got=size)
+
+    # Documents
+
+    async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
+        condition = self._condition(key, if_absent, if_match)
+        await self.client.before_write()
+        body = Body([memoryview(data)])
+        try:
+            answer = await self._put_object(key, body, crc32c(data), **condition)
+        except NotFound as error:
+            if if_match is None:
+                raise
+            raise AlreadyExists("the object has another version: it is gone", tier=self.name, key=key) from error
+        except AlreadyExists as error:
+            await self._check_conflict(key, error)
+            raise
+        if not self._proved(PUT_CHECKSUM):
+            found, info = await self.get_small(key, len(data) + 1)
+            if found != data and info.tag == answer["ETag"]:
+                raise Corrupt("a document read back differs from what was written", tier=self.name, key=key)
+        return ObjectInfo(key, len(data), answer["ETag"])
+
+    def _condition(self, key: str, if_absent: bool, if_match: str | None) -> dict[str, str]:
+        what = "conditional_create" if if_absent else "conditional_replace"
+        if (if_absent or if_match is not None) and not self._proved(what):
+            raise Unsupported("the object store was not proved to do conditional writes", tier=self.name, key=key, what=what)
+        if if_absent:
+            return {"IfNoneMatch": "*"}
+        return {} if if_match is None else {"IfMatch": if_match}
+
+    async def _check_conflict(self, key: str, error: AlreadyExists) -> None:
+        """409 says that a rival request was under way, not that it won: without an object there is nothing that exists."""
+        if code_of(error.__cause__) != "ConditionalRequestConflict":
+            return
+        try:
+            await self.head(key)
+        except NotFound:
+            raise Unavailable("a rival write was under way", retry_after_s=0.2, tier=self.name, key=key) from error
+
+    async def get_small(self, key: str, limit_bytes: int = 256 << 20) -> tuple[bytes, ObjectInfo]:
+        answer = await self.client.call("get_object", key, ChecksumMode="ENABLED")
+        if int(answer["ContentLength"]) > limit_bytes:
+            answer["Body"].close()
+            raise InvalidArgument("the document is larger than asked for", tier=self.name, key=key, limit_bytes=limit_bytes)
+        data = await self.client.receive(key, answer, limit_bytes)
+        if len(data) != int(answer["ContentLength"]):
+            raise Unavailable("the answer ended early", tier=self.name, key=key, got=len(data))
+        return data, self._info(key, answer)
+
+    # Names
+
+    async def head(self, key: str) -> ObjectInfo:
+        return self._info(key, await self.client.call("head_object", key, ChecksumMode="ENABLED"))
+
+    def _info(self, key: str, answer: dict[str, Any]) -> ObjectInfo:
+        return ObjectInfo(key, int(answer["ContentLength"]), str(answer["ETag"]), full_object_crc(answer))
+
+    async def delete(self, key: str) -> None:
+        with contextlib.suppress(NotFound):
+            await self.client.call("delete_object", key)
+
+    async def list(self, prefix: str) -> Listing:
+        start = self.client.object_prefix(directory_of(prefix))
+        skip = len(self.client.object_prefix(""))
+        objects: list[ObjectInfo] = []
+        directories: set[str] = set()
+        token: str | None = None
+        while True:
+            more: dict[str, Any] = {"ContinuationToken": token} if token else {}
+            answer = await self.client.call("list_objects_v2", Prefix=start, Delimiter="/", **more)
+            for entry in answer.get("Contents", ()):
+                if entry["Key"] != start:  # some tools leave a placeholder for the directory itself
+                    objects.append(ObjectInfo(entry["Key"][skip:], int(entry["Size"]), str(entry["ETag"])))
+            directories.update(entry["Prefix"][len(start) :].rstrip("/") for entry in answer.get("CommonPrefixes", ()))
+            token = answer.get("NextContinuationToken")
+            if not answer.get("IsTruncated") or not token:
+                return Listing(tuple(sorted(objects, key=lambda info: info.key)), tuple(sorted(directories)))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await abort(self.client, key, upload_id)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.client.close()

@@ -1,0 +1,141 @@
+"""One connection pool to one bucket: makes calls, bounds their time, translates their errors.
+
+Owns the aiobotocore client and its settings. Does not own what the calls are for (s3, s3_multipart, s3_probe), nor repeating
+them: botocore's own retries are off, since only the callers know what may be repeated.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from aiobotocore.config import AioConfig
+from aiobotocore.session import get_session
+
+from forebay_gateway.base.clock import Clock
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound
+from forebay_gateway.tiers.keys import check_key
+from forebay_gateway.tiers.s3_errors import MISSING_BUCKET, code_of, translate
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 60.0
+# A call's whole time: what the store may think, and its bytes at the slowest pace that still counts as alive.
+_CALL_TIMEOUT_S = 90.0
+_SLOWEST_BYTES_PER_S = 256 << 10
+# Beside the transfers: heads, documents, an abort.
+_SPARE_CONNECTIONS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Where the bucket is. Credentials come from the standard AWS chain."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: str = "auto"
+    sign_payload: bool = False
+    part_size: int | None = None  # bytes; None: from the object's size
+    concurrency: int = 4
+
+
+class S3Client:
+    """Opened at the first call; used from one event loop."""
+
+    def __init__(self, tier: str, settings: S3Settings, clock: Clock) -> None:
+        self.tier = tier
+        self.settings = settings
+        self.clock = clock
+        self._prefix = f"{settings.prefix.strip('/')}/" if settings.prefix.strip("/") else ""
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._client: Any = None
+        self._bucket_seen = False
+
+    def object_key(self, key: str) -> str:
+        """The key in the bucket of a tier's key."""
+        return self._prefix + check_key(key)
+
+    def object_prefix(self, directory: str) -> str:
+        """What keys directly below a tier's directory ("" for the root) begin with."""
+        return f"{self._prefix}{directory}/" if directory else self._prefix
+
+    def _config(self) -> AioConfig:
+        return AioConfig(
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            read_timeout=_READ_TIMEOUT_S,
+            max_pool_connections=self.settings.concurrency * 2 + _SPARE_CONNECTIONS,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            # The defaults since botocore 1.36 add trailers that S3-compatible stores refuse; we send our own checksums.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": self.settings.addressing, "payload_signing_enabled": self.settings.sign_payload},
+        )
+
+    async def _open(self) -> Any:
+        async with self._opening:
+            if self._client is None:
+                session = get_session()
+                creator = session.create_client(
+                    "s3", region_name=self.settings.region, endpoint_url=self.settings.endpoint, config=self._config()
+                )
+                self._client = await self._stack.enter_async_context(creator)
+            return self._client
+
+    async def call(self, operation: str, key: str = "", *, body_bytes: int = 0, **parameters: Any) -> dict[str, Any]:
+        """One request about `key` ("" for the bucket). Raises what the error table says.
+
+        Times out as a whole, so that neither a stalled upload nor a full pool can hang.
+        """
+        if key:
+            parameters["Key"] = self.object_key(key)
+        try:
+            client = self._client or await self._open()
+            async with asyncio.timeout(_CALL_TIMEOUT_S + body_bytes / _SLOWEST_BYTES_PER_S):
+                answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.settings.bucket, **parameters)
+        except Exception as error:
+            raise await self._settled(translate(error, self.tier, key, operation, self.clock.wall()), error, key) from error
+        self._bucket_seen = True
+        return answer
+
+    async def _settled(self, error: ForebayError, cause: Exception, key: str) -> ForebayError:
+        """A bare 404 (a HEAD has no body) says nothing about which is absent, key or bucket: ask for the bucket."""
+        if not isinstance(error, NotFound) or code_of(cause) in ("NoSuchKey", "NoSuchVersion"):
+            return error
+        if key:
+            await self.check_bucket()
+            return error
+        return InvalidArgument(MISSING_BUCKET, tier=self.tier, bucket=self.settings.bucket)
+
+    async def check_bucket(self) -> dict[str, Any]:
+        """The bucket's answer; raises InvalidArgument where it does not exist."""
+        return await self.call("head_bucket")
+
+    async def before_write(self) -> None:
+        """Make sure once that the bucket is there: some stores make a missing one on the first write."""
+        if not self._bucket_seen:
+            await self.check_bucket()
+
+    async def receive(self, key: str, answer: dict[str, Any], limit_bytes: int) -> bytes:
+        """The whole body of a GetObject answer, at most `limit_bytes`; the connection is free again in any case."""
+        body = answer["Body"]
+        try:
+            async with asyncio.timeout(_CALL_TIMEOUT_S + limit_bytes / _SLOWEST_BYTES_PER_S):
+                data: bytes = await body.read()
+            return data
+        except Exception as error:
+            raise self.translated(error, key, "get_object") from error
+        finally:
+            body.close()
+
+    def translated(self, error: Exception, key: str, operation: str) -> Exception:
+        """The error to raise from one that came while a body was read."""
+        return translate(error, self.tier, key, operation, self.clock.wall())
+
+    async def close(self) -> None:
+        """Close all connections. A later call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await self._stack.aclose()
+            self._stack = AsyncExitStack()

@@ -1,0 +1,56 @@
+"""One real S3 server for the session, and every tier, bare and decorated."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.tier_kit import decorated, open_bare
+from forebay_gateway.tiers.base import Tier
+from servers import SeaweedFS
+
+KINDS = ("memory", "posix", "posix-buffered", "s3")
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
+    """The server, with its key in the standard AWS chain."""
+    for name, value in seaweed.environment.items():
+        monkeypatch.setenv(name, value)
+    return seaweed
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"t/{uuid.uuid4().hex[:12]}"
+
+
+def _cases() -> list[object]:
+    cases = []
+    for kind in KINDS:
+        marks = [pytest.mark.s3] if kind == "s3" else []
+        cases += [
+            pytest.param((kind, wrapped), id=f"{kind}{'-decorated' if wrapped else ''}", marks=marks)
+            for wrapped in (False, True)
+        ]
+    return cases
+
+
+@pytest.fixture(params=_cases())
+async def tier(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> AsyncIterator[Tier]:
+    """A probed, empty tier."""
+    kind, wrapped = request.param
+    server = request.getfixturevalue("s3_server") if kind == "s3" else None
+    opened = open_bare(kind, tmp_path, server, prefix)
+    if wrapped:
+        opened = decorated(opened)
+    await opened.probe()
+    yield opened
+    await opened.close()

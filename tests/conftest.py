@@ -1,0 +1,116 @@
+"""What every test stands under: no unexpected log record, and, where processes run, nothing left behind.
+
+`@pytest.mark.expected_logs("part of a message", ...)` allows warnings and errors that a test means to cause; without
+arguments it allows all. The fixture of the same name allows more at run time and gives the records to look at.
+"""
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A shared machine stalls now and then; an example that takes long is no defect.
+settings.register_profile("forebay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("forebay")
+
+_WATCHED_LOGGERS = ("forebay", "forebay_gateway", "forebay_wire", "asyncio")
+_WATCHED_FOLDERS = ("integration", "crash")
+_GRACE_S = 3.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "expected_logs(*parts): warnings and errors whose message holds a part are meant")
+
+
+class ExpectedLogs(logging.Handler):
+    """Collects records of at least WARNING, and knows which of them are meant."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+        self._parts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def allow(self, *parts: str) -> None:
+        """Records whose message holds one of `parts` are meant; no parts: all are."""
+        self._parts.extend(parts or ("",))
+
+    def unexpected(self) -> list[str]:
+        """One line for each record that nobody meant."""
+        shown = []
+        for record in self.records:
+            message = record.getMessage()
+            if not any(part in message for part in self._parts):
+                cause = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+                shown.append(f"{record.levelname} {record.name}: {message}{cause}")
+        return shown
+
+
+@pytest.fixture(autouse=True)
+def expected_logs(request: pytest.FixtureRequest) -> Iterator[ExpectedLogs]:
+    """Fails the test on a WARNING or ERROR that was not allowed."""
+    handler = ExpectedLogs()
+    for marker in request.node.iter_markers("expected_logs"):
+        handler.allow(*marker.args)
+    for name in _WATCHED_LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    yield handler
+    gc.collect()  # "Task exception was never retrieved" is logged when the task goes
+    for name in _WATCHED_LOGGERS:
+        logging.getLogger(name).removeHandler(handler)
+    if unexpected := handler.unexpected():
+        pytest.fail("unexpected log records:\n  " + "\n  ".join(unexpected), pytrace=False)
+
+
+def _open_files() -> dict[str, str]:
+    """Descriptors of files and sockets. Pipes, epoll and the like belong to event loops and gRPC's global state."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue  # the listing's own
+        if target.startswith("socket:") or (target.startswith("/") and not target.startswith(("/dev/", "/proc/"))):
+            found[f"{descriptor} {target}"] = target
+    return found
+
+
+def _children() -> dict[int, str]:
+    """Living children and theirs, without Python's own helper processes."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
+                found[child.pid] = command[:120]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test of integration/ or crash/ that leaves a process, a file or a socket open."""
+    if not set(_WATCHED_FOLDERS) & set(Path(request.path).parent.parts):
+        yield
+        return
+    children, files = _children(), _open_files()
+    yield
+    deadline_s = time.monotonic() + _GRACE_S  # sockets close on threads of their own
+    while True:
+        gc.collect()
+        left = [f"process {pid}: {command}" for pid, command in _children().items() if pid not in children]
+        left += [f"descriptor {entry}" for entry in _open_files() if entry not in files]
+        if not left or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
