@@ -84,7 +84,7 @@ def _open_files() -> dict[str, str]:
 
 
 def _children() -> dict[int, str]:
-    """Living children and theirs, without Python's own helper processes."""
+    """Living children and theirs, without the tracker that multiprocessing starts."""
     found = {}
     for child in psutil.Process().children(recursive=True):
         try:

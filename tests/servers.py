@@ -110,6 +110,8 @@ class SeaweedFS:
         names += ("master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc")
         ports = [f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)]
         fixed = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
+        fixed += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # fixed ports by default: two servers would collide
+        fixed.append("-volume.preStopSeconds=0")  # 10 by default, spent at every stop
         return [str(weed_binary()), "server", f"-dir={data}", f"-s3.config={config}", *fixed, *ports]
 
     def _wait_ready(self) -> None:

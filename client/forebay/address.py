@@ -35,7 +35,7 @@ def parse(address: str) -> str:
         return f"unix:{path}"
     host, colon, port = address.rpartition(":")
     if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidArgument(f"address {address!r} is none; write unix:///path/to/gateway.sock or host:port")
+        raise InvalidArgument(f"address {address!r} cannot be used; write unix:///path/to/gateway.sock or host:port")
     return f"{host}:{port}"
 
 

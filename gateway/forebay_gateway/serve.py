@@ -15,6 +15,7 @@ from pathlib import Path
 import uvloop
 
 from forebay_gateway import __version__
+from forebay_gateway.base.heap import keep_freed_memory
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway
 from forebay_gateway.core.config import Config, default_config, load_config
@@ -32,7 +33,7 @@ def read_config(path: str | None) -> tuple[Config, str]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"cannot read the configuration {path}: {error}") from error
-    return load_config(text, os.environ, path), path
+    return load_config(text, os.environ, path, uid=os.getuid(), hostname=socket.gethostname()), path
 
 
 def main(config_path: str | None) -> int:
@@ -40,6 +41,7 @@ def main(config_path: str | None) -> int:
     try:
         config, source = read_config(config_path)
         setup_logging(config.log.level, config.log.format)
+        keep_freed_memory()
         return uvloop.run(_serve(config, source))
     except ForebayError as error:
         print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201

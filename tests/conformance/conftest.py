@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.tier_kit import decorated, open_bare
-from forebay_gateway.tiers.base import Tier
+from forebay_gateway.tiers.base import Capabilities, Tier
 from servers import SeaweedFS
 
 KINDS = ("memory", "posix", "posix-buffered", "s3")
@@ -36,21 +36,31 @@ def _cases() -> list[object]:
     cases = []
     for kind in KINDS:
         marks = [pytest.mark.s3] if kind == "s3" else []
-        cases += [
-            pytest.param((kind, wrapped), id=f"{kind}{'-decorated' if wrapped else ''}", marks=marks)
-            for wrapped in (False, True)
-        ]
+        for wrapped in (False, True):
+            name = f"{kind}-decorated" if wrapped else kind
+            cases.append(pytest.param((kind, wrapped), id=name, marks=marks))
     return cases
 
 
+@pytest.fixture(scope="session")
+def proved() -> dict[str, Capabilities]:
+    """What the S3 server's probe proved, once a session: it sends some MiB."""
+    return {}
+
+
 @pytest.fixture(params=_cases())
-async def tier(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> AsyncIterator[Tier]:
+async def tier(
+    request: pytest.FixtureRequest, tmp_path: Path, prefix: str, proved: dict[str, Capabilities]
+) -> AsyncIterator[Tier]:
     """A probed, empty tier."""
     kind, wrapped = request.param
     server = request.getfixturevalue("s3_server") if kind == "s3" else None
     opened = open_bare(kind, tmp_path, server, prefix)
     if wrapped:
         opened = decorated(opened)
-    await opened.probe()
+    if kind == "s3" and kind in proved:
+        opened.capabilities = proved[kind]
+    else:
+        proved[kind] = await opened.probe()
     yield opened
     await opened.close()

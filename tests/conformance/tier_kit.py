@@ -1,5 +1,6 @@
 """What the tier tests share: a source in memory, and the ways to open each tier."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ class BytesSource:
 
     async def read_chunk(self, index: int) -> memoryview:
         self.on_read(index)
+        await asyncio.sleep(0)
         self.reads += 1
         return self._data[index * self.chunk_size : (index + 1) * self.chunk_size]
 

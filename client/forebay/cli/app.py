@@ -66,7 +66,7 @@ _GROUPS = ("serve", "config", "data", "show", "keep", "queue", "demo")
 
 
 # The base of typer's argument errors. It has no public name: it is click's own, or a copy inside typer, by version.
-_ARGUMENT_ERROR = typer.BadParameter.__mro__[1]
+_ARGUMENT_ERROR: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
 def _tell_usage(error: Any) -> int:

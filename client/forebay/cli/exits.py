@@ -23,7 +23,10 @@ CODES = {
     "deadline_exceeded": TIMED_OUT,
 }
 
-HELP = "Exit codes: 0 done; 1 failed; 2 usage; 3 not found; 4 corrupt or incomplete; 5 unavailable; 6 cache full; 7 denied; 8 timed out."
+HELP = (
+    "Exit codes: 0 done; 1 failed; 2 usage; 3 not found; 4 corrupt or incomplete; 5 unavailable; 6 cache full; 7 denied; "
+    "8 timed out."
+)
 
 
 class UsageError(Exception):

@@ -27,8 +27,8 @@ def list_(
 ) -> int:
     """List runs, a run's checkpoints, or a checkpoint's shards.
 
-    JSON: a list. Runs: run, checkpoints, latest_step. Checkpoints: as `info`, without shards. Shards: name, size, crc32c, writer,
-    state, copies.
+    JSON: a list. Runs: run, checkpoints, latest_step. Checkpoints: as `info`, without shards. Shards: name, size, crc32c,
+    writer, state, copies.
     """
     with client() as gateway:
         if run is None:

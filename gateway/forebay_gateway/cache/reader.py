@@ -8,7 +8,7 @@ import asyncio
 import io
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from forebay_gateway.base import failpoints
@@ -89,7 +89,7 @@ class ShardReader:
         """
         return await self._begin(index)
 
-    async def chunks_from(self, first: int, stop: int, ahead: int = 2) -> AsyncIterator[tuple[int, memoryview]]:
+    async def chunks_from(self, first: int, stop: int, ahead: int = 2) -> AsyncGenerator[tuple[int, memoryview], None]:
         """Chunks `first` up to, not including, `stop`, in order. Up to `ahead` more are read meanwhile, as long as half of the
         pool's buffers are free: a slow consumer then holds one buffer, not many."""
         queue: deque[asyncio.Task[memoryview]] = deque()
@@ -101,9 +101,7 @@ class ShardReader:
                     begun += 1
                 yield index, await queue.popleft()
         finally:
-            for task in queue:
-                task.cancel()
-            await settle(queue)
+            await _abandon(queue)
 
     async def close(self) -> None:
         """Close the file, after the reads under way. Idempotent. Views handed out stay valid."""
@@ -165,3 +163,13 @@ class ShardReader:
                 expected=f"{expected:08x}",
                 actual=f"{actual:08x}",
             )
+
+
+async def _abandon(queue: "deque[asyncio.Task[memoryview]]") -> None:
+    """End the reads nobody will take. Emptied, because an error's traceback may keep the queue, and so its chunks, alive."""
+    for index in range(len(queue)):  # by index: a loop variable would be kept alive as well
+        queue[index].cancel()
+    try:
+        await settle(queue)
+    finally:
+        queue.clear()

@@ -103,7 +103,6 @@ class ShardWriter:
         except BaseException:
             self._pool.release(buffer)
             raise
-        future.add_done_callback(lambda _: self._pool.release(buffer))
         self._under_way.add(future)
         self._received += data.nbytes
         self._crcs.append(crc)
@@ -203,13 +202,16 @@ class ShardWriter:
                 raise
 
     def _write_blocking(self, buffer: Buffer, data: memoryview, crc: int, offset: int) -> None:
-        padded = buffer.fill(data)
-        actual = checksum(padded[: data.nbytes])  # of the copy, so that the copying is checked too
-        if actual != crc:
-            raise Corrupt("a chunk arrived damaged", offset=offset, expected=f"{crc:08x}", actual=f"{actual:08x}")
-        with disk_errors("write a chunk", self._path):
-            failpoints.hit("write.before_chunk")
-            write_blocks(self._open_file().fileno(), padded, offset)
+        try:
+            padded = buffer.fill(data)
+            actual = checksum(padded[: data.nbytes])  # of the copy, so that the copying is checked too
+            if actual != crc:
+                raise Corrupt("a chunk arrived damaged", offset=offset, expected=f"{crc:08x}", actual=f"{actual:08x}")
+            with disk_errors("write a chunk", self._path):
+                failpoints.hit("write.before_chunk")
+                write_blocks(self._open_file().fileno(), padded, offset)
+        finally:
+            self._pool.release(buffer)  # here, so that an idle stream holds none
 
     def _seal_blocking(self, tail: memoryview, offset: int) -> None:
         file = self._open_file()

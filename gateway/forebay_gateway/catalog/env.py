@@ -245,7 +245,6 @@ class Catalog:
             self._fail(error)
             return self._refuse(jobs, _failed(error))
         if grown:
-            log.info("catalog map grown size_bytes=%d", self._storage.map_bytes())
             return self._settle(jobs)
         if len(jobs) > 1:  # others may be small enough, or free something
             return sum(self._settle([job]) for job in jobs)

@@ -64,7 +64,12 @@ def _newest_meta(descriptor: int) -> _Meta:
     second = _read_meta(descriptor, 1, first.page_bytes)
     if first.page_bytes != second.page_bytes or abs(first.txn - second.txn) > 1:
         raise CatalogDamaged("the two meta pages of data.mdb contradict each other", txns=f"{first.txn},{second.txn}")
-    return max(first, second, key=lambda meta: meta.txn)
+    older, newer = sorted((first, second), key=lambda meta: meta.txn)
+    if older.last_page > newer.last_page:  # LMDB's files never shrink
+        raise CatalogDamaged(
+            "the two meta pages of data.mdb contradict each other", last_pages=f"{first.last_page},{second.last_page}"
+        )
+    return newer
 
 
 def _read_meta(descriptor: int, number: int, page_bytes: int | None) -> _Meta:
@@ -72,7 +77,7 @@ def _read_meta(descriptor: int, number: int, page_bytes: int | None) -> _Meta:
     if len(data) < _PAGE.size + _META.size:
         raise CatalogDamaged("data.mdb is cut off within its meta pages", length_bytes=os.fstat(descriptor).st_size)
     page, _, flags, _, _ = _PAGE.unpack_from(data)
-    magic, version, _, _, free, main, last_page, txn = _META.unpack_from(data, _PAGE.size)
+    magic, version, _, map_bytes, free, main, last_page, txn = _META.unpack_from(data, _PAGE.size)
     if page != number or not flags & _META_FLAG or magic != _MAGIC:
         raise CatalogDamaged(f"meta page {number} of data.mdb is garbage")
     if version != _DATA_VERSION:
@@ -81,7 +86,8 @@ def _read_meta(descriptor: int, number: int, page_bytes: int | None) -> _Meta:
     roots = (_DB.unpack(free)[-1], _DB.unpack(main)[-1])
     if not _SMALLEST_PAGE_BYTES <= size <= _LARGEST_PAGE_BYTES or size & (size - 1):
         raise CatalogDamaged(f"meta page {number} of data.mdb has an impossible page size", page_bytes=size)
-    if any(root != _NO_PAGE and not _META_PAGES <= root <= last_page for root in roots) or (txn and txn & 1 != number):
+    sound = last_page * size < map_bytes and (not txn or txn & 1 == number)
+    if not sound or any(root != _NO_PAGE and not _META_PAGES <= root <= last_page for root in roots):
         raise CatalogDamaged(f"meta page {number} of data.mdb contradicts itself", last_page=last_page, txn=txn)
     return _Meta(size, roots, last_page, txn)
 

@@ -122,7 +122,7 @@ class Storage:
             created = os.pread(owner, 4096, 0) != b""
             _check_data_file(path / DATA_NAME, created)
             storage = cls(path, limits, owner)
-            storage._prepare(tiers, node, created)
+            storage._prepare(tiers, node)
             storage.reserve_space()
             if not created:
                 _note_created(path, owner, node)
@@ -134,16 +134,23 @@ class Storage:
             raise
         return storage
 
-    def _prepare(self, tiers: Sequence[str], node: str, created: bool) -> None:
-        """Check format and node, open the databases, number new tiers."""
-        with self._env.begin(write=True) as txn:
-            if created or txn.stat()["entries"]:
-                self._check_identity(txn, node)
-            opened = {name: self._env.open_db(name.encode(), txn=txn) for name in schema.DATABASE_NAMES}
-            self.databases = Databases(**opened)
-            txn.put(schema.META_FORMAT, schema.u64(schema.FORMAT_VERSION), db=self.databases.meta)
-            txn.put(schema.META_NODE, node.encode("utf-8"), db=self.databases.meta)
-            self.tiers = _number_tiers(txn, self.databases, tiers)
+    def _prepare(self, tiers: Sequence[str], node: str) -> None:
+        """Check format and node, open the databases, number new tiers. Writes only what is new: a full catalog opens too."""
+        try:
+            with self._env.begin(write=True) as txn:
+                known = txn.stat()["entries"] > 0
+                if known:
+                    self._check_identity(txn, node)
+                opened = {name: self._env.open_db(name.encode(), txn=txn) for name in schema.DATABASE_NAMES}
+                self.databases = Databases(**opened)
+                if not known:
+                    txn.put(schema.META_FORMAT, schema.u64(schema.FORMAT_VERSION), db=self.databases.meta)
+                    txn.put(schema.META_NODE, node.encode("utf-8"), db=self.databases.meta)
+                self.tiers = _number_tiers(txn, self.databases, tiers)
+        except lmdb.MapFullError:
+            if not self.grow():
+                raise
+            self._prepare(tiers, node)
 
     def _check_identity(self, txn: Transaction, node: str) -> None:
         try:
@@ -184,7 +191,7 @@ class Storage:
 
         LMDB asks that no transaction be active in this process while the map moves, and does not check it.
         """
-        size = self.map_bytes()
+        size = self._env.info()["map_size"]
         if size >= self._limits.max_map_size:
             return False
         with self.map_lock:
@@ -196,7 +203,7 @@ class Storage:
 
         So a full disk shows here, where it harms nothing, and not inside a commit, whose failed fsync could not be trusted.
         """
-        used = self.used_bytes()
+        used = self._used_bytes()
         if self.file_bytes - used >= self._limits.reserve:
             return
         wanted = min(used + 2 * self._limits.reserve, max(self._limits.max_map_size, self.file_bytes))
@@ -213,7 +220,11 @@ class Storage:
     def used_bytes(self) -> int:
         """Up to the last page that was ever used; freed pages before it are used again first."""
         with self.map_lock:
-            return (self._env.info()["last_pgno"] + 1) * self._page_bytes
+            return self._used_bytes()
+
+    def _used_bytes(self) -> int:
+        # Without the lock, for the writer thread: it alone moves the map, and a long read must not hold up a commit.
+        return (self._env.info()["last_pgno"] + 1) * self._page_bytes
 
     def map_bytes(self) -> int:
         """The map's size now."""

@@ -20,7 +20,6 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from stat import S_ISDIR
 from typing import ClassVar, TypeVar
 
 import aiofiles
@@ -205,8 +204,7 @@ class PosixTier(Tier):
         """Every chunk of `path` from the disk against the source's checksums."""
         file = OpenFile(path, os.O_RDONLY, self.direct)
         try:
-            await self._run("open", key, file.open)
-            stat = await self._run("stat", key, file.stat)
+            stat = await self._run("open", key, file.open_existing)
             check_size(self.name, key, source, stat.st_size)
             if not file.direct:
                 await self._run("drop cache", key, file.drop_cache)
@@ -239,8 +237,7 @@ class PosixTier(Tier):
         file = OpenFile(self._path(key), os.O_RDONLY, direct=False)
         ahead: asyncio.Task[bytes] | None = None
         try:
-            await self._run("open", key, file.open)
-            stat = await self._run("stat", key, file.stat)
+            stat = await self._run("open", key, file.open_existing)
             if offset + length > stat.st_size:
                 raise Corrupt("the file is shorter than asked for", tier=self.name, key=key, size=stat.st_size)
             end = offset + length
@@ -342,8 +339,7 @@ class PosixTier(Tier):
     def _replace_locked(self, key: str, path: Path, data: bytes, tag: str, lock: HeldLock) -> ObjectInfo:
         file = OpenFile(path, os.O_RDONLY, direct=False)
         try:
-            file.open()
-            if _tag(file.stat()) != tag:
+            if _tag(file.open_existing()) != tag:
                 raise AlreadyExists("the file has another version", tier=self.name, key=key)
         finally:
             file.close()
@@ -360,37 +356,31 @@ class PosixTier(Tier):
 
     async def get_small(self, key: str, limit_bytes: int = 256 << 20) -> tuple[bytes, ObjectInfo]:
         path = self._path(key)
-        try:
-            data, stat = await self._guard("read", key, lambda: self._document(path, limit_bytes))
-        except InvalidArgument as error:
-            raise _not_a_file(error, self.name, key) from error
+        data, stat = await self._guard("read", key, lambda: self._document(path, limit_bytes))
         if len(data) > limit_bytes:
             raise InvalidArgument("the document is larger than asked for", tier=self.name, key=key, limit_bytes=limit_bytes)
         return data, _info(key, stat)
 
     async def _document(self, path: Path, limit_bytes: int) -> tuple[bytes, os.stat_result]:
-        async with aiofiles.open(path, "rb", executor=self._pool) as file:
-            stat = await aiofiles.os.stat(file.fileno(), executor=self._pool)
-            return await file.read(limit_bytes + 1), stat
+        try:
+            async with aiofiles.open(path, "rb", executor=self._pool) as file:
+                stat = await aiofiles.os.stat(file.fileno(), executor=self._pool)
+                return await file.read(limit_bytes + 1), stat
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise FileNotFoundError(errno.ENOENT, "no regular file", str(path)) from error
 
     # Names
 
     async def head(self, key: str) -> ObjectInfo:
-        try:
-            return _info(key, await self._run("stat", key, self._stat_file, self._path(key)))
-        except InvalidArgument as error:
-            raise _not_a_file(error, self.name, key) from error
+        return _info(key, await self._run("stat", key, self._stat_file, self._path(key)))
 
     def _stat_file(self, path: Path) -> os.stat_result:
+        # Opened, since network file systems look at a file afresh when it is opened, not when it is asked for by name.
         file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK, direct=False)
         try:
-            file.open()
-            stat = file.stat()
+            return file.open_existing()
         finally:
             file.close()
-        if S_ISDIR(stat.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "a directory", str(path))
-        return stat
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
@@ -416,15 +406,11 @@ class PosixTier(Tier):
             return await self._run("list", directory or ".", self._scan, directory)
         except NotFound:
             return Listing((), ())
-        except InvalidArgument as error:
-            if error.details.get("errno") == "ENOTDIR":
-                return Listing((), ())
-            raise
 
     def _scan(self, directory: str) -> Listing:
         self._check_root()
         objects, directories = [], []
-        with os.scandir(self.root / directory) as entries:
+        with _entries(self.root / directory) as entries:
             for entry in entries:
                 if entry.name.startswith((durable.TEMP_PREFIX, LOCK_PREFIX)):
                     continue
@@ -461,6 +447,13 @@ class PosixTier(Tier):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _entries(directory: Path) -> "os._ScandirIterator[str]":
+    try:
+        return os.scandir(directory)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(errno.ENOENT, "no directory", str(directory)) from error
+
+
 def _tag(stat: os.stat_result) -> str:
     # Every version is a new inode, made while the one it replaces is still there.
     return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}-{stat.st_size:x}"
@@ -468,10 +461,3 @@ def _tag(stat: os.stat_result) -> str:
 
 def _info(key: str, stat: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key, stat.st_size, _tag(stat))
-
-
-def _not_a_file(error: InvalidArgument, tier: str, key: str) -> InvalidArgument | NotFound:
-    """A directory at the key, or a file in the middle of it, means that no file has this name."""
-    if error.details.get("errno") in ("EISDIR", "ENOTDIR"):
-        return NotFound("no such file", tier=tier, key=key)
-    return error

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 
 from forebay_gateway.base import failpoints
 from forebay_wire.checksums import crc32c
@@ -72,6 +73,17 @@ class OpenFile:
         if given_up:
             os.close(descriptor)
             raise OSError(errno.EBADF, "the file is closed")
+
+    def open_existing(self) -> os.stat_result:
+        """Open a regular file. A directory in its place, or a file in the place of its directory, is an absent file."""
+        try:
+            self.open()
+        except (NotADirectoryError, IsADirectoryError) as error:
+            raise _absent(self.path) from error
+        stat = self.stat()
+        if not S_ISREG(stat.st_mode):
+            raise _absent(self.path)
+        return stat
 
     def _open_any(self) -> int:
         flags = self._flags
@@ -173,6 +185,10 @@ class OpenFile:
                 parts.append(part)
                 length, offset = length - len(part), offset + len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _absent(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

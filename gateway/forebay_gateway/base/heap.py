@@ -1,0 +1,24 @@
+"""The C heap, told to keep what it has.
+
+Owns one setting. gRPC allocates and frees a message of a chunk's size several times for each chunk. By default glibc gives
+such blocks back to the kernel and takes fresh, zeroed pages for the next: on the stream lane, 0.3 CPU seconds a gigabyte.
+"""
+
+import ctypes
+import logging
+
+log = logging.getLogger("forebay.heap")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEEP_BYTES = 128 << 20
+MMAP_ABOVE_BYTES = 72 << 20  # above the largest message
+
+
+def keep_freed_memory() -> bool:
+    """Keep up to 128 MiB of freed heap for reuse; False where the C library has no such setting (musl)."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        log.info("this C library cannot be told to keep freed memory; the stream lane costs a little more")
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_ABOVE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES))

@@ -1,0 +1,350 @@
+"""The file: growth and its end, space, ownership, damage."""
+
+import asyncio
+import errno
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from catalog.kit import TIERS, begin, commit, dump, opened, put, sealed
+from forebay_gateway.catalog import Catalog, CatalogDamaged, WriteTxn, pages, schema, storage
+from forebay_gateway.core.errors import StartupError, Unavailable
+from forebay_gateway.core.records import SessionRow, ShardKey
+
+TINY = {"map_size": 256 << 10, "reserve_bytes": 256 << 10}
+PAGE = 4096
+
+
+async def fill(catalog: Catalog, session: SessionRow, count: int, table_bytes: int = 2000) -> list[Any]:
+    """Seal `count` shards at once; what each gave or raised."""
+
+    async def one() -> ShardKey:
+        key = ShardKey(session.id, catalog.new_id())
+        await catalog.write(lambda txn: txn.seal(sealed(key, f"n{key.shard_id}"), b"x" * table_bytes))
+        return key
+
+    return await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
+
+
+async def test_the_map_grows_while_readers_run(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", **TINY) as catalog:
+        session = await begin(catalog)
+        stop = threading.Event()
+        reads: list[int] = []
+
+        def read() -> None:
+            while not stop.is_set():
+                with catalog.read() as txn:
+                    rows = list(txn.shards(session.id))
+                    assert all(len(txn.chunks(row.key)) == 2000 for row in rows[-20:])
+                    assert txn.totals().shards == len(rows)
+                    reads.append(len(rows))
+
+        readers = [asyncio.create_task(asyncio.to_thread(read)) for _ in range(2)]
+        results = await fill(catalog, session, 2000)
+        stop.set()
+        await asyncio.gather(*readers)
+        assert all(isinstance(result, ShardKey) for result in results)
+        assert catalog.stats()["map_bytes"] >= 8 << 20
+        assert (reads and reads == sorted(reads)) or len(set(reads)) > 1
+        with catalog.read() as txn:
+            assert txn.totals().shards == 2000 and txn.totals() == txn.recount()
+
+
+async def test_one_act_larger_than_the_map_grows_it(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", **TINY) as catalog:
+        await catalog.write(lambda txn: txn.set_setting("big", b"x" * (3 << 20)))
+        with catalog.read() as txn:
+            assert len(txn.setting("big") or b"") == 3 << 20
+    async with opened(tmp_path / "c", **TINY) as catalog:  # the smaller size asked for does not hide what is there
+        with catalog.read() as txn:
+            assert len(txn.setting("big") or b"") == 3 << 20
+        await catalog.write(lambda txn: txn.set_setting("more", b"x" * (3 << 20)))
+
+
+async def test_a_full_catalog_refuses_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", **TINY, max_map_size=1 << 20) as catalog:
+        session = await begin(catalog)
+        results = await fill(catalog, session, 1000)
+        refused = [result for result in results if not isinstance(result, ShardKey)]
+        kept = [result for result in results if isinstance(result, ShardKey)]
+        assert len(kept) > 50 and refused
+        for result in refused:
+            assert isinstance(result, Unavailable) and "the catalog is full" in str(result)
+            assert result.retry_after_s
+        assert catalog.stats()["map_bytes"] == 1 << 20
+        with catalog.read() as txn:
+            assert [row.key for row in txn.shards(session.id)] == kept
+            assert all(txn.chunks(key) == b"x" * 2000 for key in kept)
+            assert txn.totals() == txn.recount()
+    async with opened(tmp_path / "c", **TINY, max_map_size=1 << 20) as catalog:  # it opens as it is
+        with catalog.read() as txn:
+            assert [row.key for row in txn.shards(session.id)] == kept
+    # Space comes back with a larger limit, or as rows go.
+    async with opened(tmp_path / "c", **TINY, max_map_size=4 << 20) as catalog:
+        with catalog.read() as txn:
+            assert [row.key for row in txn.shards(session.id)] == kept
+        assert all(isinstance(result, ShardKey) for result in await fill(catalog, session, 100))
+        await catalog.write(lambda txn: txn.drop_session(session.id))
+        session = await begin(catalog, session="next")
+        assert all(isinstance(result, ShardKey) for result in await fill(catalog, session, len(kept)))
+
+
+async def test_in_a_full_catalog_an_act_that_fits_is_not_refused_with_its_group(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", **TINY, max_map_size=1 << 20) as catalog:
+        big = [catalog.write(lambda txn: txn.set_setting("big", b"x" * (2 << 20))) for _ in range(3)]
+        small = [catalog.write(lambda txn, n=n: txn.set_setting(f"small-{n}", b"x")) for n in range(3)]
+        results = await asyncio.gather(big[0], small[0], big[1], small[1], big[2], small[2], return_exceptions=True)
+        assert [type(result) for result in results] == [Unavailable, type(None)] * 3
+        with catalog.read() as txn:
+            assert [txn.setting(f"small-{n}") for n in range(3)] == [b"x"] * 3
+
+
+async def test_a_full_disk_shows_before_a_commit_and_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path / "c", reserve_bytes=256 << 10) as catalog:
+        session = await begin(catalog)
+        full = True
+        real = os.posix_fallocate
+
+        def fallocate(descriptor: int, offset: int, length: int) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(descriptor, offset, length)
+
+        monkeypatch.setattr(storage.os, "posix_fallocate", fallocate)
+        before = catalog.stats()["file_bytes"]
+        kept, refused = [], None
+        for _ in range(2000):
+            (result,) = await fill(catalog, session, 1)
+            if not isinstance(result, ShardKey):
+                refused = result
+                break
+            kept.append(result)
+        assert isinstance(refused, Unavailable) and "no space is left" in str(refused) and refused.retry_after_s
+        # It went on as long as blocks were there, and never asked the file system for one inside a commit.
+        assert len(kept) > 20 and os.stat(tmp_path / "c" / "data.mdb").st_size == before
+        with catalog.read() as txn:
+            assert [row.key for row in txn.shards(session.id)] == kept
+        full = False
+        (result,) = await fill(catalog, session, 1)
+        assert isinstance(result, ShardKey)
+
+
+async def test_blocks_are_really_there_ahead_of_need(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", reserve_bytes=1 << 20) as catalog:
+        await fill(catalog, await begin(catalog), 300)
+        state = os.stat(tmp_path / "c" / "data.mdb")
+        stats = catalog.stats()
+        assert stats["file_bytes"] == state.st_size and state.st_size - stats["used_bytes"] >= 512 << 10
+        assert state.st_blocks * 512 >= state.st_size  # allocated, no hole
+
+
+async def test_reopening_keeps_everything(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        session = await begin(catalog)
+        await put(catalog, session, "a", "b")
+        await commit(catalog, session)
+        with catalog.read() as txn:
+            before = dump(txn)
+    async with opened(tmp_path / "c") as catalog:
+        with catalog.read() as txn:
+            assert dump(txn) == before
+
+
+async def test_only_one_may_have_it_open(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c"):
+        with pytest.raises(StartupError, match="in use"):
+            await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
+    async with opened(tmp_path / "c"):
+        pass
+
+
+async def test_another_node_s_catalog_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c"):
+        pass
+    with pytest.raises(StartupError, match="another node") as caught:
+        await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-2")
+    assert not isinstance(caught.value, CatalogDamaged)
+    async with opened(tmp_path / "c"):  # the failed start left no lock behind
+        pass
+
+
+async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        await catalog.write(lambda txn: txn._put(txn._db.meta, schema.META_FORMAT, schema.u64(2)))
+    with pytest.raises(StartupError, match="another release") as caught:
+        await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
+    assert not isinstance(caught.value, CatalogDamaged)
+
+
+async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StartupError, match="cannot be opened"):
+        await Catalog.open(tmp_path / "file", tiers=TIERS, node="node-1")
+
+
+async def test_a_stranger_s_lmdb_file_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    with lmdb.open(str(tmp_path / "c"), max_dbs=2) as foreign:
+        foreign.open_db(b"theirs")
+    with pytest.raises(CatalogDamaged, match="holds no catalog"):
+        await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
+
+
+# Damage.
+
+
+@pytest.fixture
+async def data_file(tmp_path: Path) -> Path:
+    """The closed file of a catalog with some thousand pages in use."""
+    async with opened(tmp_path / "c") as catalog:
+        session = await begin(catalog)
+        await fill(catalog, session, 400, table_bytes=9000)  # overflow pages too
+        await commit(catalog, session)
+    return tmp_path / "c" / "data.mdb"
+
+
+async def refused(data_file: Path) -> str:
+    with pytest.raises(CatalogDamaged) as caught:
+        await Catalog.open(data_file.parent, tiers=TIERS, node="node-1")
+    assert "forebay rebuild" in str(caught.value) and isinstance(caught.value, StartupError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [1, 100, PAGE, PAGE + 50, 2 * PAGE, 3 * PAGE, 40 * PAGE + 7, "half", "one page"])
+async def test_a_truncated_file_is_damage(data_file: Path, length: int | str) -> None:
+    used = newest_last_page(data_file)
+    at = {"half": used // 2 * PAGE, "one page": used * PAGE}.get(str(length), length)
+    os.truncate(data_file, int(at))
+    assert "cut off" in await refused(data_file)
+
+
+async def test_an_empty_or_missing_file_is_damage_once_there_was_a_catalog(data_file: Path) -> None:
+    os.truncate(data_file, 0)
+    assert "gone or empty" in await refused(data_file)
+    data_file.unlink()
+    assert "gone or empty" in await refused(data_file)
+
+
+async def test_only_the_reserve_cut_off_is_no_damage(data_file: Path) -> None:
+    os.truncate(data_file, (newest_last_page(data_file) + 1) * PAGE)
+    async with opened(data_file.parent) as catalog:
+        with catalog.read() as txn:
+            assert txn.totals().shards == 400 and txn.totals() == txn.recount()
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"garbage!", b"\0"])
+async def test_garbage_is_damage(data_file: Path, content: bytes) -> None:
+    length = data_file.stat().st_size
+    data_file.write_bytes((content * length)[:length])
+    await refused(data_file)
+
+
+@pytest.mark.parametrize("page", [0, 1])
+async def test_a_flipped_byte_in_a_header_field_is_damage(data_file: Path, page: int) -> None:
+    """Page number, flags, magic, version, page size, both roots, last page and transaction: high and low bytes."""
+    good = data_file.read_bytes()
+    base = page * PAGE
+    roots = (base + 16 + 24 + 40, base + 16 + 24 + 48 + 40)
+    fields = [base, base + 7, base + 10, base + 16, base + 19, base + 24 + 16 + 1, roots[0] + 7, roots[1] + 6]
+    fields += [base + 16 + 24 + 96 + 7, base + 16 + 24 + 104 + 7, base + 16 + 24 + 104]
+    for offset in fields:
+        damaged = bytearray(good)
+        damaged[offset] ^= 0x5A
+        data_file.write_bytes(damaged)
+        await refused(data_file)
+    version = bytearray(good)
+    struct.pack_into("=I", version, base + 20, 2)
+    data_file.write_bytes(version)
+    with pytest.raises(StartupError, match="incompatible version of LMDB"):
+        await Catalog.open(data_file.parent, tiers=TIERS, node="node-1")
+    data_file.write_bytes(good)
+    async with opened(data_file.parent):
+        pass
+
+
+async def test_the_walk_finds_every_page_that_lmdb_counts(data_file: Path) -> None:
+    """The walk is only as good as its reach: pages it visits, from LMDB's own statistics."""
+    seen: set[int] = set()
+    descriptor = os.open(data_file, os.O_RDONLY)
+    reads = os.pread
+
+    def counting(fd: int, length: int, offset: int) -> bytes:
+        seen.add(offset // PAGE)
+        return reads(fd, length, offset)
+
+    pages.os.pread, restore = counting, reads  # type: ignore[assignment]
+    try:
+        pages._walk(descriptor, pages._newest_meta(descriptor))
+    finally:
+        pages.os.pread = restore
+        os.close(descriptor)
+    with lmdb.open(str(data_file.parent), max_dbs=40, readonly=True) as opened_env:
+        expected = overflow = 0
+        with opened_env.begin() as txn:
+            stats = [txn.stat()]
+            stats += [txn.stat(opened_env.open_db(name.encode(), txn=txn, create=False)) for name in schema.DATABASE_NAMES]
+        for stat in stats:
+            expected += stat["branch_pages"] + stat["leaf_pages"]
+            overflow += stat["overflow_pages"]
+    heads = overflow // 3  # 9,000 bytes and a header need three pages, of which the walk visits the first
+    assert overflow == 3 * 400
+    free_list = len(seen - {0, 1}) - expected - heads
+    assert 0 <= free_list <= 20  # the free list's own tree is in no statistic
+
+
+async def test_a_creation_cut_short_begins_again(tmp_path: Path) -> None:
+    """Power went between the file's creation and its first synced transaction: blank pages, and no owner noted."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "data.mdb").write_bytes(b"\0" * 2 * PAGE)
+    async with opened(tmp_path / "c") as catalog:
+        await begin(catalog)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "data.mdb").touch()
+    async with opened(tmp_path / "d") as catalog:
+        await begin(catalog)
+
+
+async def test_every_lmdb_error_at_open_becomes_a_start_up_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage = (
+        lmdb.InvalidError,
+        lmdb.CorruptedError,
+        lmdb.PageNotFoundError,
+        lmdb.VersionMismatchError,
+        lmdb.PanicError,
+    )
+    for error in (*damage, lmdb.Error, lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadersFullError):
+
+        def fail(*_: object, error: type[lmdb.Error] = error, **__: object) -> None:
+            raise error("x")
+
+        monkeypatch.setattr(storage.lmdb, "open", fail)
+        with pytest.raises(StartupError) as caught:
+            await Catalog.open(tmp_path / "c", tiers=TIERS, node="n")
+        assert isinstance(caught.value, CatalogDamaged) == (error in damage)
+        assert caught.value.__cause__ is not None
+
+
+async def test_damage_met_while_reading_is_named(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        with pytest.raises(CatalogDamaged, match="cannot read"), catalog.read():
+            raise lmdb.CorruptedError("x")
+
+        def act(txn: WriteTxn) -> None:
+            txn.end("x")
+
+        with pytest.raises(RuntimeError):
+            await catalog.write(lambda txn: (act(txn), txn.runs()))
+
+
+def newest_last_page(data_file: Path) -> int:
+    descriptor = os.open(data_file, os.O_RDONLY)
+    try:
+        return pages._newest_meta(descriptor).last_page
+    finally:
+        os.close(descriptor)

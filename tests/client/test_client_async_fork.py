@@ -1,0 +1,172 @@
+"""AsyncClient, cancellation, and processes that fork."""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import forebay
+import pytest
+from forebay import AsyncClient, Client
+from forebay.testing import MemoryGateway
+
+BIG = os.urandom((9 << 20) + 7)
+
+
+async def test_the_same_verbs_with_await(gateway, tmp_path) -> None:
+    async with AsyncClient(gateway.address) as client:
+        async with client.checkpoint("r", 1) as ckpt:
+            await asyncio.gather(*(ckpt.put(f"big{n}", BIG) for n in range(3)), ckpt.put_many({"s": b"small"}))
+            assert (await ckpt.commit({"a": 1}, wait="pfs", timeout=60)).level == "pfs"
+        reader = await client.open("r", 1)
+        assert await reader.names() == ["big0", "big1", "big2", "s"]
+        buffer = bytearray(len(BIG))
+        assert await reader.readinto("big1", buffer) == len(BIG) and buffer == BIG
+        assert b"".join([chunk async for chunk in reader.stream("big2", 5)]) == BIG[5:]
+        assert await reader.read("s") == b"small"
+        assert await client.latest("r") == 1
+        assert (await client.restore_dir("r", "latest", tmp_path / "out")).shards == 4
+        assert (await client.save_dir(tmp_path / "out", "r", 2)).shards == 4
+        seen: list[forebay.WaitProgress] = []
+        assert (await client.wait("r", 2, "all", timeout=60, progress=seen.append)).reached
+        await asyncio.sleep(0)
+        assert seen[-1].reached
+        assert [run.run for run in await client.runs()] == ["r"]
+        assert len(await client.checkpoints("r")) == 2 and (await client.describe("r", 2)).complete
+        await client.pin("r", 2)
+        await client.unpin("r", 2)
+        assert (await client.delete("r", 2)).shards == 4
+        assert (await client.pressure()).level == "ok" and (await client.status()).health in ("ok", "warning")
+
+
+async def test_leaving_with_an_error_aborts(memory: MemoryGateway) -> None:
+    async with AsyncClient(memory.address) as client:
+        with pytest.raises(ValueError, match="mine"):
+            async with client.checkpoint("r", 1) as ckpt:
+                await ckpt.put("a", b"x")
+                raise ValueError("mine")
+        assert memory.calls[-1] == "AbortPart"
+        with pytest.raises(forebay.NotFound):
+            await client.checkpoints("r")
+
+
+@pytest.mark.parametrize("what", ["wait", "put", "retry", "read"])
+async def test_cancelling_ends_the_rpc(memory: MemoryGateway, what: str) -> None:
+    def slowly() -> Iterator[bytes]:
+        while True:
+            time.sleep(0.02)
+            yield b"x"
+
+    async with AsyncClient(memory.address) as client:
+        async with client.checkpoint("r", 1) as ckpt:
+            await ckpt.put("a", BIG)
+            await ckpt.commit()
+        await client.hold()
+        if what == "retry":
+            memory.fail("ListRuns", forebay.Unavailable("away", retry_after_s=50), times=1000)
+        reader = await client.open("r", 1)
+        await reader.names()
+        second = client.checkpoint("r", 2)
+        stream = reader.stream("a")
+        if what == "read":
+            await anext(stream)
+            memory.fail("ReadShard", forebay.Unavailable("x", retry_after_s=50), times=1000)
+            memory.stop()  # the stream breaks, and its resumption waits
+        acts = {
+            "wait": lambda: client.wait("r", 1, "pfs"),
+            "put": lambda: second.put("b", slowly()),
+            "retry": client.runs,
+            "read": lambda: _drain(stream),
+        }
+        task = asyncio.create_task(acts[what]())
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        began_s = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began_s < 2
+        await stream.aclose()
+        if what != "read":
+            assert await client.latest("r") == 1  # the client is as good as before
+
+
+async def _drain(stream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_cancelled_block_aborts_its_part(memory: MemoryGateway) -> None:
+    async with AsyncClient(memory.address) as client:
+        inside = asyncio.Event()
+
+        async def save() -> None:
+            async with client.checkpoint("r", 1) as ckpt:
+                await ckpt.put("a", BIG)
+                inside.set()
+                await asyncio.sleep(100)
+
+        task = asyncio.create_task(save())
+        await inside.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert memory.calls[-1] == "AbortPart"
+
+
+async def test_a_hundred_cancelled_operations_leave_nothing(memory: MemoryGateway) -> None:
+    async with AsyncClient(memory.address) as client:
+        async with client.checkpoint("r", 1) as ckpt:
+            await ckpt.put("a", BIG)
+            await ckpt.commit()
+        reader = await client.open("r", 1)
+        for number in range(100):
+            task = asyncio.create_task(reader.read("a"))
+            await asyncio.sleep(0.0005 * (number % 10))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await reader.read("a") == BIG
+
+
+def _child(client: Client, step: int) -> None:
+    with client.checkpoint("r", step) as ckpt:
+        ckpt.put("a", BIG)
+        ckpt.commit()
+    os._exit(0 if client.open("r", step).read("a") == BIG else 3)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_has_a_channel_of_its_own(gateway, method: str) -> None:
+    with Client(gateway.address) as client:
+        with client.checkpoint("r", 1) as ckpt:
+            ckpt.put("a", BIG)
+            context = multiprocessing.get_context(method)
+            children = [context.Process(target=_child, args=(client, step)) for step in (2, 3)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join(60)
+            assert [child.exitcode for child in children] == [0, 0]
+            ckpt.put("b", b"the parent goes on")
+            ckpt.commit()
+        assert client.latest("r") == 3
+        assert client.open("r", 1).read("b") == b"the parent goes on"
+
+
+def test_a_child_that_exits_normally_does_not_disturb_its_parent(memory: MemoryGateway) -> None:
+    with Client(memory.address) as client:
+        assert client.runs() == []
+        before = client._connection.stubs()
+        for _ in range(3):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    client.runs()
+                    client.close()
+                finally:
+                    os._exit(0 if client._connection._stubs is None else 4)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert client.runs() == []
+        assert client._connection.stubs() is before

@@ -1,0 +1,240 @@
+"""The command line: output, exit codes, one clear line for each error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forebay
+import pytest
+from forebay import Client
+from forebay.cli import exits
+from forebay.cli.app import run
+from forebay.testing import MemoryGateway
+
+COMMAND = [sys.executable, "-c", "from forebay.cli import main; main()"]
+
+
+@pytest.fixture
+def call(gateway, capsys: pytest.CaptureFixture[str]):
+    return _caller(gateway.address, capsys)
+
+
+@pytest.fixture
+def memory_call(memory: MemoryGateway, capsys: pytest.CaptureFixture[str]):
+    return _caller(memory.address, capsys)
+
+
+def _caller(address: str, capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert run(["--address", address, *arguments]) == code, capsys.readouterr().err
+        said = capsys.readouterr()
+        if code:
+            assert said.err.startswith("forebay") and said.err.count("\n") == 1, said.err
+            return said.err
+        assert said.err == "" and "\033" not in said.out
+        return said.out
+
+    return call
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "d/sub").mkdir(parents=True)
+    (tmp_path / "d/big").write_bytes(os.urandom((5 << 20) + 1))
+    (tmp_path / "d/sub/small").write_bytes(b"small")
+    return tmp_path / "d"
+
+
+def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
+    saved = json.loads(call("save", str(directory), "--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"))
+    assert set(saved) == set("run step session writer shards size level checkpoint_complete elapsed_s".split())
+    assert (saved["shards"], saved["level"]) == (2, "pfs")
+    assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
+    assert "t/r" in call("ls")
+    assert [item["step"] for item in json.loads(call("ls", "t/r", "--json"))] == [5]
+    assert "complete" in call("ls", "t/r") and "sub/small" in call("ls", "t/r", "5")
+    shards = json.loads(call("ls", "t/r", "5", "--json"))
+    assert [item["name"] for item in shards] == ["big", "sub/small"] and shards[0]["copies"] == {"pfs": "verified"}
+    info = json.loads(call("info", "t/r", "5", "--json"))
+    assert info["state"] == "complete" and len(info["shards"]) == 2 and info["session"] == saved["session"]
+    assert "pfs" in call("info", "t/r", "5") and "crc32c" in call("info", "t/r", "5", "sub/small")
+    for number, words in enumerate((["t/r"], ["t/r", "5"], ["t/r", "latest"], ["t/r", "5", "--from", "pfs", "--durable"])):
+        target = tmp_path / f"out{number}"
+        position = len(words) if number < 3 else 2
+        words.insert(position, str(target))
+        restored = json.loads(call("restore", *words, "--json"))
+        assert (restored["step"], restored["shards"]) == (5, 2)
+        assert (target / "big").read_bytes() == (directory / "big").read_bytes()
+    assert json.loads(call("wait", "t/r", "5", "--json"))["reached"] is True
+    assert "all checked" in call("restore", "t/r", str(tmp_path / "again"))
+
+
+def test_status(call, directory: Path) -> None:
+    found = json.loads(call("status", "--json"))
+    assert found["health"] in ("ok", "warning") and found["tiers"][0]["name"] == "pfs"
+    assert call("queue", "hold").strip() == "held: pfs"
+    call("save", str(directory), "--run", "r", "--step", "1")
+    deadline_s = time.monotonic() + 10
+    while "tier pfs is held" not in (text := call("status")) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert "tier pfs is held" in text and "at risk" in text and "out in" in text
+    assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"]}
+    assert "pressure" in call("pressure") and json.loads(call("pressure", "--json"))["level"] == "ok"
+    assert "[cache]" in call("config", "show", "--running")
+
+
+def test_writers_share_a_session(call, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FOREBAY_SESSION", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    both = ["--run", "r", "--step", "1", "--writers", "2"]
+    assert "FOREBAY_SESSION" in call("save", str(directory / "sub"), *both, code=2)
+    out = call("save", str(directory / "sub"), *both, "--writer", "1", "--session", "s")
+    assert "still missing" in out
+    assert "writer 0" in call("info", "r", "1")
+    assert "writer 0" in call("restore", "r", "1", "/nonexistent/x", code=4)
+    assert "writer 0" in call("wait", "r", "1", "cache", "--timeout", "0.3", code=8)
+
+
+def test_rm_is_a_dry_run_until_yes(call, directory: Path) -> None:
+    call("save", str(directory), "--run", "r", "--step", "1", "--wait", "pfs", "--timeout", "60")
+    assert json.loads(call("pin", "r", "1", "--json")) == {"run": "r", "step": 1, "pinned": True}
+    assert "pin" in call("rm", "r", "1", "--yes", code=2)
+    call("unpin", "r", "1")
+    assert "would delete" in call("rm", "r", "1")
+    assert "r" in call("ls", "r")
+    gone = json.loads(call("rm", "r", "1", "--yes", "--json"))
+    assert gone["deleted"] is True and gone["shards"] == 2
+    call("ls", "r", code=3)
+
+
+ERRORS = [
+    (forebay.NotFound("x"), 3),
+    (forebay.Corrupt("x"), 4),
+    (forebay.Incomplete("x"), 4),
+    (forebay.PermissionDenied("x"), 7),
+    (forebay.DeadlineExceeded("x"), 8),
+    (forebay.InvalidArgument("x"), 2),
+    (forebay.Unsupported("x"), 1),
+    (forebay.AlreadyExists("x"), 1),
+    (forebay.ForebayError("two\nlines"), 1),
+]
+
+
+@pytest.mark.parametrize("error,code", ERRORS, ids=lambda item: getattr(item, "kind", str(item)))
+def test_exit_codes(memory: MemoryGateway, memory_call, error: forebay.ForebayError, code: int) -> None:
+    memory.fail("ListRuns", error)
+    memory_call("ls", code=code)
+
+
+@pytest.mark.parametrize("raised,code", [(forebay.CacheFull("x"), 6), (forebay.Unavailable("x"), 5), (OSError(28, "full"), 1)])
+def test_exit_codes_of_what_is_retried(raised: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise raised
+
+    assert exits.guarded(command) == code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_kind_has_a_code_from_the_contract() -> None:
+    from forebay.errors import _BY_KIND
+
+    assert set(exits.CODES) | {"already_exists", "unsupported"} == set(_BY_KIND)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["rm", "r"], ["rm", "r", "x"], ["ls", "--nope"], ["restore", "r", "1", "x", "y"], ["restore", "r", "q", "x"]],
+)
+def test_usage_errors(memory_call, arguments: list[str]) -> None:
+    assert len(memory_call(*arguments, code=2)) < 300
+
+
+def test_missing_files_and_bad_directories(memory_call, tmp_path: Path) -> None:
+    assert "not a directory" in memory_call("save", str(tmp_path / "no"), "--run", "r", "--step", "1", code=2)
+    assert "no run" in memory_call("ls", "nope", code=3)
+    assert "no shard" in _one(memory_call, tmp_path)
+
+
+def _one(call, tmp_path: Path) -> str:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/x").write_bytes(b"x")
+    call("save", str(tmp_path / "d"), "--run", "r", "--step", "1")
+    return call("info", "r", "1", "nope", code=3)
+
+
+def test_no_gateway_is_told_at_once(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    done = _process(["--address", f"unix://{tmp_path}/no.sock", "status"])
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "forebay serve" in done.stderr and "Traceback" not in done.stderr
+    assert time.monotonic() - began_s < 10
+
+
+def test_version_and_help() -> None:
+    assert _process(["--version"]).stdout == f"forebay {forebay.__version__}\n"
+    for command in ("save", "restore", "ls", "info", "status", "wait", "rm", "pin", "unpin"):
+        text = _process([command, "--help"]).stdout if command in ("save", "ls") else ""
+        assert not text or "JSON" in text
+    assert "8 timed out" in _process(["--help"]).stdout
+
+
+def test_config(tmp_path: Path) -> None:
+    pytest.importorskip("forebay_gateway.core.config")
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacity = "3 GiB"\n')
+    bad.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacitty = "3 GiB"\n')
+    assert _process(["config", "check", str(good)]).returncode == 0
+    refused = _process(["config", "check", str(bad)])
+    assert refused.returncode == 1 and "capacity" in refused.stderr and refused.stderr.count("\n") == 1
+    shown = _process(["config", "show", str(good)])
+    assert 'capacity = "3GiB"' in shown.stdout
+    again = tmp_path / "again.toml"
+    again.write_text(shown.stdout)
+    assert _process(["config", "show", str(again)]).stdout == shown.stdout
+    assert _process(["config", "check", str(tmp_path / "none.toml")]).returncode == 1
+
+
+def test_without_the_gateways_package_serve_says_what_to_install() -> None:
+    code = "import sys; sys.modules['forebay_gateway'] = None; from forebay.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install 'forebay[gateway]'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway) -> None:
+    with Client(memory.address) as client:
+        client.hold()
+        with client.checkpoint("r", 1) as ckpt:
+            ckpt.put("a", b"x")
+            ckpt.commit()
+        process = subprocess.Popen(
+            [*COMMAND, "--address", memory.address, "wait", "r", "1", "pfs"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        deadline_s = time.monotonic() + 20
+        while "Wait" not in memory.calls and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+
+
+def test_a_closed_pipe_is_no_traceback(memory: MemoryGateway) -> None:
+    with Client(memory.address) as client, client.checkpoint("r", 1) as ckpt:
+        ckpt.put_many({f"shard-{number:06}": b"x" for number in range(3000)})
+        ckpt.commit()
+    command = " ".join(f"'{word}'" for word in [*COMMAND, "--address", memory.address, "ls", "r", "1"])
+    done = subprocess.run(["bash", "-c", f"{command} | head -1"], capture_output=True, text=True, timeout=60)
+    assert "SHARD" in done.stdout and done.stderr == ""
+
+
+def test_names_cannot_steer_the_terminal(memory_call, memory: MemoryGateway) -> None:
+    memory.fail("ListRuns", forebay.NotFound("\033[2Jgone"))
+    assert "\033" not in memory_call("ls", code=3)
+
+
+def _process(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,126 @@
+"""Conditional replaces on a shared file system: several nodes, one lock file, owners that die or sleep."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forebay_gateway.base.clock import SystemClock
+from forebay_gateway.core.errors import AlreadyExists, Unavailable
+from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.posix_lock import lock_path, try_lock
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "pfs"
+
+
+@pytest.fixture
+async def nodes(root: Path) -> AsyncIterator[list[PosixTier]]:
+    tiers = [PosixTier("pfs", root, lock_ttl_s=2.0) for _ in range(4)]
+    for tier in tiers:
+        await tier.probe()
+    yield tiers
+    for tier in tiers:
+        await tier.close()
+
+
+async def test_replace_race_among_nodes_has_one_winner(nodes: list[PosixTier], root: Path) -> None:
+    info = await nodes[0].put_small("d/doc", b"start")
+
+    async def one(number: int) -> str:
+        try:
+            await nodes[number % 4].put_small("d/doc", f"writer {number}".encode(), if_match=info.tag)
+        except AlreadyExists:
+            return ""
+        return f"writer {number}"
+
+    won = [each for each in await asyncio.gather(*(one(number) for number in range(12))) if each]
+    assert [(root / "d/doc").read_text()] == won
+    assert [path.name for path in (root / "d").iterdir()] == ["doc"]
+
+
+async def test_counting_up_among_nodes_loses_no_step(nodes: list[PosixTier], root: Path) -> None:
+    await nodes[0].put_small("count", b"0")
+
+    async def add(tier: PosixTier) -> None:
+        while True:
+            data, info = await tier.get_small("count")
+            with contextlib.suppress(AlreadyExists):
+                await tier.put_small("count", str(int(data) + 1).encode(), if_match=info.tag)
+                return
+
+    await asyncio.gather(*(add(nodes[number % 4]) for number in range(12)))
+    assert (root / "count").read_bytes() == b"12"
+
+
+def _plant_lock(document: Path, age_s: float, body: bytes | None = None) -> Path:
+    path = lock_path(document)
+    owner = {"owner": "gone:1", "token": "0123456789abcdef", "ttl_s": 2.0, "expires": 0}
+    path.write_bytes(json.dumps(owner).encode() if body is None else body)
+    then = path.stat().st_mtime - age_s
+    os.utime(path, (then, then))
+    return path
+
+
+async def test_held_lock_is_waited_for_and_not_broken(nodes: list[PosixTier], root: Path) -> None:
+    info = await nodes[0].put_small("doc", b"1")
+    lock = _plant_lock(root / "doc", age_s=0)
+    task = asyncio.create_task(nodes[0].put_small("doc", b"2", if_match=info.tag))
+    await asyncio.sleep(0.4)
+    assert not task.done()
+    lock.unlink()
+    await task
+    assert (root / "doc").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize("body", [None, b"", b"{", b'{"token": "../../../etc", "ttl_s": 1}', b"[]"])
+async def test_stale_lock_is_taken_over(nodes: list[PosixTier], root: Path, body: bytes | None) -> None:
+    info = await nodes[0].put_small("doc", b"1")
+    _plant_lock(root / "doc", age_s=3600, body=body)
+    outcomes = await asyncio.gather(
+        *(tier.put_small("doc", f"{number}".encode(), if_match=info.tag) for number, tier in enumerate(nodes)),
+        return_exceptions=True,
+    )
+    assert sum(not isinstance(outcome, BaseException) for outcome in outcomes) == 1
+    assert all(isinstance(outcome, AlreadyExists) for outcome in outcomes if isinstance(outcome, BaseException))
+    assert {path.name for path in root.iterdir()} == {".forebay", "doc"}
+
+
+async def test_claim_of_a_dead_taker_does_not_block_for_ever(nodes: list[PosixTier], root: Path) -> None:
+    info = await nodes[0].put_small("doc", b"1")
+    lock = _plant_lock(root / "doc", age_s=3600)
+    claim = lock.with_name(f"{lock.name}.0123456789abcdef")
+    shutil.copy2(lock, claim)
+    await nodes[0].put_small("doc", b"2", if_match=info.tag)
+    assert (root / "doc").read_bytes() == b"2"
+
+
+async def test_lock_nobody_releases_ends_in_unavailable(root: Path) -> None:
+    tier = PosixTier("pfs", root, lock_ttl_s=0.1)
+    await tier.probe()
+    info = await tier.put_small("doc", b"1")
+    owner = {"owner": "alive:1", "token": "0123456789abcdef", "ttl_s": 3600.0, "expires": 0}
+    _plant_lock(root / "doc", age_s=0, body=json.dumps(owner).encode())
+    with pytest.raises(Unavailable, match="lock"):
+        await tier.put_small("doc", b"2", if_match=info.tag)
+    assert (root / "doc").read_bytes() == b"1"
+    await tier.close()
+
+
+def test_owner_that_slept_too_long_lets_the_lock_be(tmp_path: Path) -> None:
+    clock = SystemClock()
+    lock = try_lock(tmp_path / "doc", "me", 0.1, clock)
+    assert lock is not None
+    assert lock.is_safe(clock)
+    time.sleep(0.06)
+    assert not lock.is_safe(clock)
+    lock.release(clock)
+    assert lock.path.exists(), "it may be another's by now"

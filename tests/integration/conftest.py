@@ -1,0 +1,103 @@
+"""Gateways as processes, and one real S3 server for the session with a prefix for each test."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
+
+from integration.kit import SMALL_CHUNKS
+from servers import SeaweedFS
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(seaweed: SeaweedFS) -> Iterator["Bucket"]:
+    """A prefix of the server's bucket that no other test uses."""
+    found = Bucket(seaweed, uuid.uuid4().hex[:12])
+    yield found
+    found.close()
+
+
+class Bucket:
+    """A place on the S3 server, looked at with plain botocore."""
+
+    def __init__(self, server: SeaweedFS, prefix: str) -> None:
+        self.server = server
+        self.prefix = prefix
+        self._client = server.client()
+
+    def tier(self, name: str = "object", **keys: object) -> str:
+        """Its [[tier]] table."""
+        return s3_tier(self.server.endpoint, self.server.bucket, name=name, prefix=self.prefix, **keys)
+
+    def get(self, key: str) -> bytes:
+        """An object's bytes."""
+        answer = self._client.get_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}")
+        with answer["Body"] as body:
+            data: bytes = body.read()
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object behind Forebay's back."""
+        self._client.put_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}", Body=data)
+
+    def keys(self, below: str = "") -> list[str]:
+        """All keys below, without the prefix."""
+        start = f"{self.prefix}/{below}"
+        answer = self._client.list_objects_v2(Bucket=self.server.bucket, Prefix=start)
+        assert not answer["IsTruncated"]
+        return sorted(entry["Key"].removeprefix(f"{self.prefix}/") for entry in answer.get("Contents", []))
+
+    def close(self) -> None:
+        """End the connections."""
+        self._client.close()
+
+
+class MakeGateway(Protocol):
+    """Makes a gateway, not yet started."""
+
+    def __call__(self, node: str = "a", tiers: list[str] | None = None, **keys: Any) -> GatewayProcess: ...
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The POSIX tier's directory."""
+    path = tmp_path / "pfs"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def make(tmp_path: Path, root: Path, request: pytest.FixtureRequest) -> Iterator[MakeGateway]:
+    """Gateways of this test, ended with it; none may have a traceback in its log. Without `tiers`: the POSIX tier alone."""
+    made: list[GatewayProcess] = []
+
+    def make_one(node: str = "a", tiers: list[str] | None = None, **keys: Any) -> GatewayProcess:
+        keys.setdefault("cache_keys", SMALL_CHUNKS)
+        if "bucket" in request.fixturenames:
+            keys.setdefault("environment", request.getfixturevalue("bucket").server.environment)
+        gateway = GatewayProcess(tmp_path, node, [posix_tier(root)] if tiers is None else tiers, **keys)
+        made.append(gateway)
+        return gateway
+
+    yield make_one
+    for gateway in made:
+        gateway.close()
+    for gateway in made:
+        if gateway.log.exists():
+            assert_clean_log(gateway)
+
+
+def assert_clean_log(gateway: GatewayProcess) -> None:
+    """No defect spoke: every failure was one that the gateway knew by type."""
+    text = gateway.log.read_text(errors="replace")
+    for mark in ("Traceback", "failed unexpectedly", "unexpected failure", "never retrieved"):
+        assert mark not in text, f"{mark!r} in the log of gateway {gateway.node}:\n{text[-4000:]}"

@@ -1,0 +1,270 @@
+"""The main job: three writers on two gateways, a POSIX tier and a real S3 server, and the loss of everything in turn."""
+
+import json
+import shutil
+from pathlib import Path
+
+import forebay
+import pytest
+from forebay.demo.gateways import GatewayProcess, posix_tier
+from forebay.errors import Corrupt
+
+from forebay_wire.manifest import Manifest, PartRecord
+from forebay_wire.names import session8
+from integration.conftest import Bucket, MakeGateway
+from integration.kit import CHUNK, Job, assert_clear, assert_refused, cache_file_of, eventually, files_below, flip_byte, some_bytes
+
+Pair = tuple[GatewayProcess, GatewayProcess]
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def pair(make: MakeGateway, root: Path, bucket: Bucket) -> Pair:
+    """Two nodes that share both tiers."""
+    tiers = [posix_tier(root), bucket.tier()]
+    a, b = make("a", tiers), make("b", tiers)
+    a.start(ready=False)
+    b.start()
+    a.wait_ready()
+    return a, b
+
+
+@pytest.fixture
+def saved(pair: Pair, job: Job) -> Pair:
+    """Writers 0 and 2 through A, writer 1 through B; complete on both tiers."""
+    job.save_all(pair)
+    for gateway in pair:
+        job.wait(gateway)
+    return pair
+
+
+def lose(gateway: GatewayProcess) -> None:
+    """The node dies and its disk with it."""
+    gateway.kill()
+    gateway.wipe()
+
+
+def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: Path, root: Path, bucket: Bucket) -> None:
+    a, b = pair
+    job.save(a, 0)
+    job.save(b, 1)
+    with forebay.Client(a.address) as client:
+        # Until both parts lie on both tiers there could be an excuse; from then on only writer 2 is missing.
+        eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: pending == [0, 0])
+    for gateway in pair:
+        with forebay.Client(gateway.address) as client:
+            eventually(lambda c=client: [m.writer for m in c.describe(job.run, job.step).missing], lambda found: found == [2])
+            assert client.latest(job.run) is None
+            found = client.describe(job.run, job.step)
+            assert (found.state, found.complete) == ("incomplete", False)
+            with pytest.raises(forebay.Incomplete, match=r"writer 2") as caught:
+                client.restore_dir(job.run, job.step, tmp_path / "never")
+            assert [missing.writer for missing in caught.value.missing] == [2]
+            assert [run.latest_step for run in client.runs()] == [None]
+        assert not (tmp_path / "never").exists()
+        assert_refused(gateway.cli("restore", job.run, "latest", str(tmp_path / "never"), check=False), 3, "no complete")
+        assert_refused(gateway.cli("restore", job.run, "7", str(tmp_path / "never"), check=False), 4, "writer 2")
+        listed = gateway.cli("ls", job.run).stdout
+        assert "incomplete" in listed
+        [entry] = json.loads(gateway.cli("ls", job.run, "--json").stdout)
+        assert (entry["step"], entry["state"]) == (7, "incomplete")
+        assert [missing["writer"] for missing in entry["missing"]] == [2]
+        shown = gateway.cli("info", job.run, "7").stdout
+        assert "incomplete" in shown
+        assert "writer 2 (absent)" in shown
+        told = json.loads(gateway.cli("info", job.run, "7", "--json").stdout)
+        assert told["missing"] == [{"writer": 2, "shards": [], "state": "absent"}]
+    assert not list(root.rglob("manifest.json"))
+    assert not [key for key in bucket.keys() if key.endswith("manifest.json")]
+
+    job.save(a, 2)
+    for gateway in pair:
+        job.wait(gateway)
+        with forebay.Client(gateway.address) as client:
+            assert client.latest(job.run) == job.step
+            assert client.describe(job.run, job.step).missing == ()
+        assert "incomplete" not in gateway.cli("ls", job.run).stdout
+    job.assert_restores(b, tmp_path / "restored")
+
+
+def test_plain_files_and_objects_come_out(saved: Pair, job: Job, root: Path, bucket: Bucket) -> None:
+    directory = f"{job.run}/step-000000000007"
+    inner = f"{directory}/{session8(job.session)}"
+    assert (root / directory / "current").readlink() == Path(session8(job.session))
+    plain = files_below(root / inner)
+    parts = {name: plain.pop(name) for name in list(plain) if name.startswith(".forebay/")}
+    assert plain == job.everything
+    assert files_below(root / directory / "current") == plain | parts
+
+    shards = [key for key in bucket.keys(inner) if "/.forebay/" not in key]
+    assert {key.removeprefix(f"{inner}/"): bucket.get(key) for key in shards} == job.everything
+    assert bucket.keys(f"{directory}/current") == []
+
+    for read in (lambda key: (root / key).read_bytes(), bucket.get):
+        manifest = Manifest.from_json(read(f"{directory}/manifest.json"))
+        assert (manifest.run, manifest.step, manifest.session, manifest.writers) == (job.run, 7, job.session, 3)
+        assert manifest.metadata == job.metadata
+        assert {(writer, entry.name, entry.size) for writer, entry in manifest.shards()} == {
+            (writer, name, len(data)) for writer in range(3) for name, data in job.shards(writer).items()
+        }
+        for writer, node in enumerate("aba"):
+            record = PartRecord.from_json(read(f"{inner}/.forebay/parts/{writer}.json"))
+            assert (record.writer, record.node, record.session) == (writer, node, job.session)
+            assert {entry.name for entry in record.shards} == set(job.shards(writer))
+
+
+def test_the_other_node_restores_from_each_tier_alone(saved: Pair, job: Job, root: Path, tmp_path: Path) -> None:
+    a, b = saved
+    lose(a)
+    job.assert_restores(b, tmp_path / "pfs-alone", "pfs")
+    job.assert_restores(b, tmp_path / "object-alone", "object")
+    job.assert_restores(b, tmp_path / "nearest")
+    assert set(job.copies(b)["rank0/model.bin"].values()) == {"evictable", "verified"}  # fetched into B's cache
+    job.assert_restores(b, tmp_path / "again", "cache")
+
+
+def test_node_and_posix_tier_are_lost(saved: Pair, job: Job, root: Path, tmp_path: Path) -> None:
+    a, b = saved
+    # B has heard of the checkpoint from the POSIX tier before that goes away.
+    assert "complete" in b.cli("info", job.run, "7").stdout
+    lose(a)
+    shutil.rmtree(root)
+    with forebay.Client(b.address) as client:
+        assert client.latest(job.run) == 7
+    job.assert_restores(b, tmp_path / "restored")
+
+
+def test_a_node_that_never_saw_the_job_restores_it(saved: Pair, job: Job, root: Path, bucket: Bucket, make: MakeGateway, tmp_path: Path) -> None:
+    for gateway in saved:
+        lose(gateway)
+    c = make("c", [posix_tier(root), bucket.tier()]).start()
+    with forebay.Client(c.address) as client:
+        eventually(lambda: {tier.state for tier in client.status().tiers}, lambda states: states == {"ok"})
+    job.assert_restores(c, tmp_path / "restored")
+
+
+@pytest.mark.parametrize("away", ["own cache", "other cache"])
+def test_any_byte_range_is_served(saved: Pair, job: Job, away: str) -> None:
+    a, b = saved
+    name = "rank0/model.bin"
+    data = job.shards(0)[name]
+    gateway = a if away == "own cache" else b
+    ranges = [(0, 0), (0, 1), (1, CHUNK), (CHUNK - 1, 2), (3 * CHUNK, CHUNK), (CHUNK + 7, 5 * CHUNK), (len(data) - 1, 1)]
+    with forebay.Client(gateway.address) as client:
+        reader = client.open(job.run, job.step)
+        for offset, length in [*ranges, (len(data), 0), (0, len(data))]:
+            assert reader.read(name, offset, length) == data[offset : offset + length]
+        buffer = bytearray(100_000)
+        assert reader.readinto(name, buffer, 123_456) == 100_000
+        assert buffer == data[123_456:223_456]
+        with pytest.raises(forebay.InvalidArgument):
+            reader.read(name, len(data), 1)
+
+
+def test_damage_on_the_posix_tier_is_passed_over_in_the_middle_of_a_shard(
+    saved: Pair, job: Job, root: Path, tmp_path: Path
+) -> None:
+    a, b = saved
+    lose(a)
+    name = "rank0/model.bin"
+    flip_byte(root / job.run / "step-000000000007" / "current" / name, 9 * CHUNK + 77)
+    job.assert_restores(b, tmp_path / "restored")
+    states = job.copies(b)
+    assert (states[name]["pfs"], states[name]["object"]) == ("quarantined", "verified")
+    assert states["rank2/model.bin"]["pfs"] == "verified"
+    assert "quarantined" in b.cli("info", job.run, "7", name).stdout
+
+
+def test_damage_is_passed_over_when_the_bytes_stream_through(saved: Pair, job: Job, root: Path) -> None:
+    """A small range is not fetched into the cache: the fall-over happens inside one stream."""
+    a, b = saved
+    lose(a)
+    name = "rank0/model.bin"
+    data = job.shards(0)[name]
+    flip_byte(root / job.run / "step-000000000007" / "current" / name, 4 * CHUNK + 5)
+    with forebay.Client(b.address) as client:
+        reader = client.open(job.run, job.step)
+        assert reader.read(name, 2 * CHUNK + 3, 5 * CHUNK) == data[2 * CHUNK + 3 : 7 * CHUNK + 3]
+    states = job.copies(b)[name]
+    assert (states["cache"], states["pfs"], states["object"]) == ("evicted", "quarantined", "verified")
+
+
+def test_damage_in_the_cache_is_passed_over(saved: Pair, job: Job, tmp_path: Path) -> None:
+    a, _ = saved
+    name = "rank0/model.bin"
+    flip_byte(cache_file_of(a, job.shards(0)[name]), 5 * CHUNK + 1)
+    job.assert_restores(a, tmp_path / "restored")
+    assert job.copies(a)[name] == {"cache": "quarantined", "pfs": "verified", "object": "verified"}
+    alarms = a.status()["alarms"]
+    assert any(name in alarm["what"] and "damaged" in alarm["what"] for alarm in alarms)
+    job.assert_restores(a, tmp_path / "again")
+
+
+def test_damage_in_every_copy_is_corrupt_and_gives_no_byte(saved: Pair, job: Job, root: Path, bucket: Bucket, tmp_path: Path) -> None:
+    a, b = saved
+    lose(a)
+    name = "rank0/model.bin"
+    key = f"{job.run}/step-000000000007/{session8(job.session)}/{name}"
+    data = bytearray(job.shards(0)[name])
+    data[8 * CHUNK] ^= 1
+    bucket.put(key, bytes(data))
+    flip_byte(root / key, 8 * CHUNK)
+    for attempt in ("first", "second"):  # the second knows already
+        target = tmp_path / attempt
+        result = b.cli("restore", job.run, "7", str(target), check=False)
+        assert_refused(result, 4, name, "pfs", "object")
+        assert not target.exists()
+    with forebay.Client(b.address) as client:
+        reader = client.open(job.run, job.step)
+        with pytest.raises(Corrupt) as caught:
+            reader.read(name)
+        assert_clear(caught.value, Corrupt, name)
+        assert reader.read("rank2/model.bin") == job.shards(2)["rank2/model.bin"]  # the others are not drawn in
+    states = job.copies(b)[name]
+    assert (states["pfs"], states["object"]) == ("quarantined", "quarantined")
+
+
+def test_what_one_node_learns_does_not_complete_the_other_nodes_part(
+    pair: Pair, job: Job, root: Path, bucket: Bucket, tmp_path: Path
+) -> None:
+    """Complete on the first tier is no proof for the second: B reads the manifest of one while A's drain to the other stands."""
+    a, b = pair
+    a.cli("queue", "hold", "object")
+    job.save_all(pair)
+    for gateway in pair:
+        job.wait(gateway, "pfs")
+    assert "complete" in b.cli("info", job.run, "7").stdout
+    with forebay.Client(b.address) as client:
+        eventually(lambda: client.status().tiers[1].pending_copies, lambda pending: pending == 0)
+        with pytest.raises(forebay.DeadlineExceeded):
+            client.wait(job.run, job.step, "object", timeout=3)
+    directory = f"{job.run}/step-000000000007"
+    assert bucket.keys(f"{directory}/manifest.json") == []
+    assert [key.rpartition("/")[2] for key in bucket.keys(directory) if "/parts/" in key] == ["1.json"]
+    a.cli("queue", "release", "object")
+    for gateway in pair:
+        job.wait(gateway, "object")
+    manifest = Manifest.from_json(bucket.get(f"{directory}/manifest.json"))
+    assert (manifest.metadata, [part.node for part in manifest.parts]) == (job.metadata, ["a", "b", "a"])
+    job.assert_restores(b, tmp_path / "restored", "object")
+
+
+def test_nested_sign_of_completeness_comes_last_from_any_writer(pair: Pair, root: Path, bucket: Bucket) -> None:
+    """`.metadata` of a writer other than 0 reaches a tier too, also after its node has read the first tier's manifest."""
+    a, b = pair
+    part = {0: {"zero.bin": some_bytes(CHUNK, 0)}, 1: {"one.bin": some_bytes(CHUNK, 1), "dcp/.metadata": b"index"}}
+    b.cli("queue", "hold", "object")
+    for writer, gateway in enumerate(pair):
+        with forebay.Client(gateway.address) as client, client.checkpoint("dcp", 1, 2, writer, "s") as checkpoint:
+            checkpoint.put_many(part[writer])
+            checkpoint.commit()
+    with forebay.Client(b.address) as client:
+        client.wait("dcp", 1, "pfs", timeout=30)
+        assert client.describe("dcp", 1).complete
+        client.release("object")
+        client.wait("dcp", 1, "object", timeout=30)
+    assert bucket.get(f"dcp/step-000000000001/{session8('s')}/dcp/.metadata") == b"index"
