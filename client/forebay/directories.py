@@ -64,7 +64,10 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 def _regular_size(path: Path, real_root: Path) -> int:
     if path.is_symlink():
-        target = path.resolve()
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError) as error:  # a loop is a RuntimeError up to Python 3.12
+            raise InvalidArgument(f"{path}: a symbolic link that leads nowhere: {error}") from error
         if not target.is_relative_to(real_root):
             raise InvalidArgument(f"{path}: a symbolic link that leads out of the directory, to {target}")
         if target.is_dir():
@@ -161,11 +164,15 @@ class Target:
 
     def publish(self) -> None:
         """Give every file its name. Until here nothing that was there before has changed."""
+        self._created.clear()
         while self._pending:
             pending = self._pending[-1]
-            os.rename(pending.temp, pending.final, src_dir_fd=pending.directory, dst_dir_fd=pending.directory)
+            try:
+                os.rename(pending.temp, pending.final, src_dir_fd=pending.directory, dst_dir_fd=pending.directory)
+            except OSError as error:
+                lacking = len(self._pending)
+                raise ForebayError(f"naming {pending.final!r} failed, {lacking} files are missing: {error}") from error
             self._pending.pop()
-        self._created.clear()
         if self._durable:
             for directory in self._directories.values():
                 os.fsync(directory)
@@ -215,6 +222,8 @@ class Target:
 
 def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], streams: int, on_bytes: OnBytes) -> None:
     """Write shards into the target under temporary names. Raises the first failure, naming the shard."""
+    shards = list(shards)
+    _check_distinct({shard.name for shard in shards})
 
     def restore(shard: Shard) -> None:
         try:
@@ -226,6 +235,14 @@ def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], strea
             raise ForebayError(f"restoring {shard.name!r} failed: {error}") from error
 
     in_parallel(restore, shards, streams)
+
+
+def _check_distinct(names: set[str]) -> None:
+    for name in names:
+        directory = name
+        while (directory := directory.rpartition("/")[0]) != "":
+            if directory in names:
+                raise InvalidArgument(f"shards {directory!r} and {name!r} cannot both be files: read them one by one")
 
 
 def _counted(chunks: Iterator[memoryview], on_bytes: OnBytes) -> Iterator[memoryview]:

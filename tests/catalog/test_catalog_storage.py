@@ -1,9 +1,11 @@
 """The file: growth and its end, space, ownership, damage."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import struct
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,10 @@ async def test_one_act_larger_than_the_map_grows_it(tmp_path: Path) -> None:
         with catalog.read() as txn:
             assert len(txn.setting("big") or b"") == 3 << 20
         await catalog.write(lambda txn: txn.set_setting("more", b"x" * (3 << 20)))
+    # A map of just what is used has no page for the number of a new tier: it grows at open, too.
+    async with opened(tmp_path / "c", **TINY, tiers=(*TIERS, *(f"tier-{n}" for n in range(2000)))) as catalog:
+        with catalog.read() as txn:
+            assert len(txn.totals().tiers) == 2002 and len(txn.setting("more") or b"") == 3 << 20
 
 
 async def test_a_full_catalog_refuses_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
@@ -133,6 +139,33 @@ async def test_a_full_disk_shows_before_a_commit_and_passes(tmp_path: Path, monk
         full = False
         (result,) = await fill(catalog, session, 1)
         assert isinstance(result, ShardKey)
+
+
+async def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        failures: list[BaseException] = []
+        async with opened(mount / "c", reserve_bytes=1 << 20, on_failure=failures.append) as catalog:
+            session = await begin(catalog)
+            ballast = mount / "ballast"
+            with ballast.open("wb") as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 65536):
+                    file.flush()
+            assert os.statvfs(mount).f_bavail == 0
+            results = [(await fill(catalog, session, 1))[0] for _ in range(800)]
+            kept = [result for result in results if isinstance(result, ShardKey)]
+            assert len(kept) > 50 and isinstance(results[-1], Unavailable) and "no space is left" in str(results[-1])
+            ballast.unlink()
+            assert all(isinstance(result, ShardKey) for result in await fill(catalog, session, 50))
+            with catalog.read() as txn:
+                assert txn.totals().shards == len(kept) + 50 and txn.totals() == txn.recount()
+        assert failures == []
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 async def test_blocks_are_really_there_ahead_of_need(tmp_path: Path) -> None:

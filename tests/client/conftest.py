@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from forebay import Client, ForebayError
 from forebay.testing import MemoryGateway
 

@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import forebay
 import pytest
+
+import forebay
 from forebay import Client
 from forebay.cli import exits
 from forebay.cli.app import run
@@ -51,8 +52,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
-    saved = json.loads(call("save", str(directory), "--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"))
-    assert set(saved) == set("run step session writer shards size level checkpoint_complete elapsed_s".split())
+    words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
+    saved = json.loads(call("save", str(directory), *words))
+    keys = {"run", "step", "session", "writer", "shards", "size", "level", "checkpoint_complete", "elapsed_s"}
+    assert set(saved) == keys
     assert (saved["shards"], saved["level"]) == (2, "pfs")
     assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
     assert "t/r" in call("ls")
@@ -106,7 +109,7 @@ def test_rm_is_a_dry_run_until_yes(call, directory: Path) -> None:
     assert "pin" in call("rm", "r", "1", "--yes", code=2)
     call("unpin", "r", "1")
     assert "would delete" in call("rm", "r", "1")
-    assert "r" in call("ls", "r")
+    assert "complete" in call("ls", "r")
     gone = json.loads(call("rm", "r", "1", "--yes", "--json"))
     assert gone["deleted"] is True and gone["shards"] == 2
     call("ls", "r", code=3)
@@ -146,10 +149,10 @@ def test_every_kind_has_a_code_from_the_contract() -> None:
     assert set(exits.CODES) | {"already_exists", "unsupported"} == set(_BY_KIND)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["nonsense"], ["rm", "r"], ["rm", "r", "x"], ["ls", "--nope"], ["restore", "r", "1", "x", "y"], ["restore", "r", "q", "x"]],
-)
+USAGE_ERRORS = "nonsense|rm r|rm r x|ls --nope|restore r 1 x y|restore r q x"
+
+
+@pytest.mark.parametrize("arguments", [text.split() for text in USAGE_ERRORS.split("|")], ids=" ".join)
 def test_usage_errors(memory_call, arguments: list[str]) -> None:
     assert len(memory_call(*arguments, code=2)) < 300
 
@@ -177,17 +180,22 @@ def test_no_gateway_is_told_at_once(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert _process(["--version"]).stdout == f"forebay {forebay.__version__}\n"
-    for command in ("save", "restore", "ls", "info", "status", "wait", "rm", "pin", "unpin"):
-        text = _process([command, "--help"]).stdout if command in ("save", "ls") else ""
-        assert not text or "JSON" in text
     assert "8 timed out" in _process(["--help"]).stdout
+
+
+@pytest.mark.parametrize("command", ["save", "restore", "ls", "info", "status", "wait", "rm", "pin", "unpin", "pressure"])
+def test_help_documents_the_keys(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--json" in said and "JSON" in said
 
 
 def test_config(tmp_path: Path) -> None:
     pytest.importorskip("forebay_gateway.core.config")
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
-    good.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacity = "3 GiB"\n')
-    bad.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacitty = "3 GiB"\n')
+    tier = f'[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tmp_path}/pfs"\n'
+    good.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacity = "3 GiB"\n{tier}')
+    bad.write_text(f'[cache]\npath = "{tmp_path}/cache"\ncapacitty = "3 GiB"\n{tier}')
     assert _process(["config", "check", str(good)]).returncode == 0
     refused = _process(["config", "check", str(bad)])
     assert refused.returncode == 1 and "capacity" in refused.stderr and refused.stderr.count("\n") == 1
@@ -211,9 +219,8 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway) -> None
         with client.checkpoint("r", 1) as ckpt:
             ckpt.put("a", b"x")
             ckpt.commit()
-        process = subprocess.Popen(
-            [*COMMAND, "--address", memory.address, "wait", "r", "1", "pfs"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [*COMMAND, "--address", memory.address, "wait", "r", "1", "pfs"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         deadline_s = time.monotonic() + 20
         while "Wait" not in memory.calls and time.monotonic() < deadline_s:
             time.sleep(0.05)

@@ -4,8 +4,9 @@ import os
 import socket
 from pathlib import Path
 
-import forebay
 import pytest
+
+import forebay
 from forebay import Client
 from forebay.testing import MemoryGateway
 
@@ -80,9 +81,7 @@ def test_the_target_itself_may_be_a_link(memory_client: Client, source: Path, tm
 
 
 @pytest.mark.parametrize("method", ["damaged", "away", "collision"])
-def test_a_failed_restore_leaves_what_was_there(
-    memory: MemoryGateway, source: Path, tmp_path: Path, method: str
-) -> None:
+def test_a_failed_restore_leaves_what_was_there(memory: MemoryGateway, source: Path, tmp_path: Path, method: str) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "model.bin").write_bytes(b"old")
@@ -91,7 +90,7 @@ def test_a_failed_restore_leaves_what_was_there(
         if method == "damaged":
             memory.damage_stored("r", 3, "layers/deep/29")
         elif method == "away":
-            memory.fail("ReadShard", forebay.Unavailable("gone"), times=10_000, after=1)
+            memory.fail("ReadShard", forebay.Unavailable("gone"), times=10_000)
         else:
             (target / "model.bin").unlink()
             (target / "model.bin").mkdir()

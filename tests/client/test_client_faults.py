@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-import forebay
 import pytest
+
+import forebay
 from forebay import Client
 from forebay.testing import MemoryGateway
 
@@ -40,7 +41,7 @@ def test_a_full_cache_is_told_after_the_time_given(memory: MemoryGateway) -> Non
     with Client(memory.address, admit_timeout=0.5) as client, client.checkpoint("r", 1) as ckpt:
         for act in (lambda: ckpt.put("a", BIG), lambda: ckpt.put_many({"a": b"x"})):
             began_s = time.monotonic()
-            with pytest.raises(forebay.CacheFull, match="no room.*waited_s") as caught:
+            with pytest.raises(forebay.CacheFull, match=r"no room.*waited_s") as caught:
                 act()
             assert caught.value.retry_after_s == 0.1
             assert 0.4 < time.monotonic() - began_s < 3
@@ -142,7 +143,7 @@ def test_a_copy_damaged_in_store_is_corrupt(memory: MemoryGateway, memory_client
 def test_a_gateway_that_is_not_there(tmp_path) -> None:
     with Client(f"unix://{tmp_path}/none.sock", retry_timeout=0.3) as client:
         began_s = time.monotonic()
-        with pytest.raises(forebay.Unavailable, match="forebay serve.*FOREBAY_ADDRESS"):
+        with pytest.raises(forebay.Unavailable, match=r"forebay serve.*FOREBAY_ADDRESS"):
             client.latest("r")
         assert time.monotonic() - began_s < 5
 
@@ -170,11 +171,11 @@ def test_details_of_errors_arrive(memory: MemoryGateway, memory_client: Client) 
 
 def test_the_abort_of_a_gateway_gone_does_not_hide_the_error(memory: MemoryGateway, expected_logs) -> None:
     expected_logs.allow("the abort did not reach the gateway")
-    with Client(memory.address, retry_timeout=0.1) as client:
-        with pytest.raises(ValueError, match="mine"), client.checkpoint("r", 1, session="s") as ckpt:
-            ckpt.put("a", b"x")
-            memory.stop()
-            raise ValueError("mine")
+    client = Client(memory.address, retry_timeout=0.1)
+    with pytest.raises(ValueError, match="mine"), client, client.checkpoint("r", 1, session="s") as ckpt:
+        ckpt.put("a", b"x")
+        memory.stop()
+        raise ValueError("mine")
     assert len(expected_logs.records) == 1
 
 

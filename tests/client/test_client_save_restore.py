@@ -5,9 +5,10 @@ import pickle
 import threading
 import time
 
-import forebay
 import numpy
 import pytest
+
+import forebay
 from forebay import Client
 from forebay_wire.checksums import crc32c
 

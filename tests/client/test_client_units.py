@@ -10,10 +10,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import forebay
 import grpc
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forebay
 from forebay import address, convert
 from forebay.errors import from_rpc
 from forebay.retry import Attempts, RetryPolicy
@@ -21,8 +24,6 @@ from forebay.session import default_session
 from forebay.sources import source_of
 from forebay_wire.v1 import admin_pb2
 from forebay_wire.v1 import gateway_pb2 as pb
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,40 @@
-"""What README shows of the code is what the code says. Run as a program (`make docs`) it writes it there."""
+"""What README and ARCHITECTURE show of the code is what the code says. Run as a program (`make docs`) it writes it there."""
 
 from pathlib import Path
 
+import pytest
+
 from forebay_gateway.core.config import config_table
+from forebay_gateway.core.states import diagram
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- config:begin -->\n", "<!-- config:end -->"
-
-
-def test_the_configuration_table_in_readme_is_current() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text.count(BEGIN) == 1, f"README.md needs {BEGIN.strip()}"
-    assert text.count(END) == 1, f"README.md needs {END}"
-    shown = text.split(BEGIN)[1].split(END)[0]
-    assert shown == config_table(), "make docs"
+ROOT = Path(__file__).parents[2]
+SHOWN = {
+    "config": (ROOT / "README.md", config_table),
+    "states": (ROOT / "gateway" / "ARCHITECTURE.md", diagram),
+}
 
 
-def write_table() -> None:
-    """Put the table of today between README's markers."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    README.write_text(before + BEGIN + config_table() + END + rest.partition(END)[2], encoding="utf-8")
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_the_documents_show_is_current(name: str) -> None:
+    path, source = SHOWN[name]
+    begin, end = _markers(name)
+    text = path.read_text(encoding="utf-8")
+    assert text.count(begin) == 1, f"{path.name} needs {begin.strip()}"
+    assert text.count(end) == 1, f"{path.name} needs {end}"
+    assert text.split(begin)[1].split(end)[0] == source(), "make docs"
+
+
+def write() -> None:
+    """Put today's text between the markers."""
+    for name, (path, source) in SHOWN.items():
+        begin, end = _markers(name)
+        before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+        path.write_text(before + begin + source() + end + rest.partition(end)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_table()
+    write()

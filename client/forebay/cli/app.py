@@ -14,6 +14,7 @@ import typer
 from forebay import address as addresses
 from forebay.api import Client
 from forebay.cli import exits
+from forebay.cli.output import printable
 
 app = typer.Typer(
     name="forebay",
@@ -76,7 +77,7 @@ def _tell_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)
     else:
-        print(f"{path}: {' '.join(message.split())} ('{path} --help' shows usage)", file=sys.stderr)
+        print(f"{path}: {printable(' '.join(message.split()))} ('{path} --help' shows usage)", file=sys.stderr)
     return exits.USAGE
 
 

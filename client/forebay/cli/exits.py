@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from forebay.cli.output import printable
 from forebay.errors import ForebayError
 
 DONE, FAILED, USAGE, NOT_FOUND, CORRUPT, UNAVAILABLE, FULL, DENIED, TIMED_OUT = range(9)
@@ -54,5 +55,5 @@ def guarded(command: Callable[[], int | None]) -> int:
 
 
 def _tell(line: str, code: int) -> int:
-    print(f"forebay: {' '.join(line.split())}", file=sys.stderr)
+    print(f"forebay: {printable(' '.join(line.split()))}", file=sys.stderr)
     return code

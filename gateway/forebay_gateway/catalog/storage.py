@@ -122,7 +122,7 @@ class Storage:
             created = os.pread(owner, 4096, 0) != b""
             _check_data_file(path / DATA_NAME, created)
             storage = cls(path, limits, owner)
-            storage._prepare(tiers, node)
+            storage._prepare(tiers, node, created)
             storage.reserve_space()
             if not created:
                 _note_created(path, owner, node)
@@ -134,11 +134,11 @@ class Storage:
             raise
         return storage
 
-    def _prepare(self, tiers: Sequence[str], node: str) -> None:
+    def _prepare(self, tiers: Sequence[str], node: str, created: bool) -> None:
         """Check format and node, open the databases, number new tiers. Writes only what is new: a full catalog opens too."""
         try:
             with self._env.begin(write=True) as txn:
-                known = txn.stat()["entries"] > 0
+                known = created or txn.stat()["entries"] > 0
                 if known:
                     self._check_identity(txn, node)
                 opened = {name: self._env.open_db(name.encode(), txn=txn) for name in schema.DATABASE_NAMES}
@@ -150,7 +150,7 @@ class Storage:
         except lmdb.MapFullError:
             if not self.grow():
                 raise
-            self._prepare(tiers, node)
+            self._prepare(tiers, node, created)
 
     def _check_identity(self, txn: Transaction, node: str) -> None:
         try:

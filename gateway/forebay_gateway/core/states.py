@@ -112,3 +112,15 @@ def next_shard_state(state: ShardState, event: ShardEvent) -> ShardState:
 def next_copy_state(state: CopyState, event: CopyEvent) -> CopyState:
     """The state after `event`; raises IllegalTransition where the table has no row."""
     return _next(COPY_TABLE, state, event)
+
+
+def diagram() -> str:
+    """Both tables as Mermaid state diagrams; ARCHITECTURE.md shows exactly this."""
+
+    def lines(table: dict[tuple[_State, _Event], _State], start: _State) -> list[str]:
+        rows = [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
+        return ["```mermaid", "stateDiagram-v2", f"    [*] --> {start.value}", *rows, "```"]
+
+    shard = ["Shard (in this node's cache):", "", *lines(SHARD_TABLE, S.RECEIVING)]
+    copy = ["Copy (one shard on one tier):", "", *lines(COPY_TABLE, C.PENDING)]
+    return "\n".join([*shard, "", *copy]) + "\n"

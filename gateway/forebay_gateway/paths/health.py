@@ -48,7 +48,9 @@ class Health:
         self._heads: dict[str, tuple[ShardKey, float]] = {}  # tier: (oldest pending shard, since when it is that one)
 
     async def step(self) -> float | None:
-        """Note the head of each queue."""
+        """Note the head of each queue, and whether a full disk has space again."""
+        if self._node.cache.free_on_disk > 2 * self._node.config.cache.catalog_reserve:
+            self._node.budget.disk_full("")
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
             for tier in self._node.tier_names:
@@ -62,6 +64,10 @@ class Health:
     def oldest_pending_s(self, tier: str) -> float | None:
         """For how long the queue's oldest shard has been that, in seconds; None for an empty queue."""
         head = self._heads.get(tier)
+        with self._node.catalog.read() as txn:
+            totals = txn.totals().tiers.get(tier)
+        if totals is None or not totals.copies:
+            return None
         return None if head is None else self._clock.monotonic() - head[1]
 
     def report(self) -> HealthReport:

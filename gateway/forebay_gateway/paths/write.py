@@ -29,6 +29,7 @@ from forebay_wire.names import InvalidName, check_run, check_session, check_shar
 MAX_WRITERS = 1 << 20
 GROWTH_BYTES = 64 << 20  # reserved at a time for a stream whose length is not known
 SMALL_WRITES_AT_ONCE = 16
+DISK_FULL_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +253,21 @@ class WritePath:
 
     async def reserve(self, size: int) -> Reservation:
         """Space, after evicting verified data where that helps; raises CacheFull."""
+        self._check_disk(size)
         try:
             return self._node.budget.reserve(size)
         except CacheFull:
             if not await self._evictor.make_room(size):
                 raise
             return self._node.budget.reserve(size)
+
+    def _check_disk(self, size: int) -> None:
+        """The disk may be fuller than the capacity says; the catalog must always have room to grow."""
+        free, reserve = self._node.cache.free_on_disk, self._node.config.cache.catalog_reserve
+        if free - size < reserve:
+            reason = f"the cache's disk is full: {free} bytes are free, {reserve} are kept for the catalog"
+            self._node.budget.disk_full(reason)
+            raise CacheFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
 
     async def record(self, writer: int, rows: Sequence[tuple[ShardRow, bytes]]) -> None:
         """The files are durable; make the catalog say so, synced. The files are dropped where it refuses."""

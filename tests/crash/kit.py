@@ -1,0 +1,290 @@
+"""What crash tests share: a gateway on real disks and a real S3 server, a driver that remembers what was acknowledged, and the
+look at disks, catalog and tiers afterwards.
+
+The driver plays a training job and is never restarted: its client outlives the gateway, as a trainer does.
+"""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forebay import Checkpoint, Client, ForebayError, NotFound
+from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
+from forebay_gateway.catalog import Catalog, ReadTxn
+from forebay_gateway.core.layout import step_dir
+from forebay_gateway.core.records import ShardKey
+from forebay_wire.checksums import crc32c
+from servers import SeaweedFS
+
+NODE = "a"
+TIERS = ("pfs", "object")
+RUN = "team/run"
+LARGE, MIDDLE, SMALL = (11 << 20) + 4097, (2 << 20) + 1, 5000  # on S3: three parts, one request, one request
+TEMP = ".forebay-tmp-"
+
+
+def content(seed: object, size: int) -> bytes:
+    """Bytes that can be made again for comparison."""
+    return random.Random(repr(seed)).randbytes(size)
+
+
+def until(true: Callable[[], Any], what: str, timeout_s: float = 30.0, pause_s: float = 0.05) -> Any:
+    """What `true` returns as soon as it is something."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := true()):
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(pause_s)
+    return value
+
+
+@dataclass
+class Log:
+    """What the job was told. A checkpoint is `attempted` before its commit is sent, `promised` after the answer."""
+
+    acknowledged: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)  # (step, name): (size, CRC32C)
+    attempted: set[int] = field(default_factory=set)
+    promised: set[int] = field(default_factory=set)
+    deleting: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def shards(self, step: int) -> dict[str, tuple[int, int]]:
+        with self.lock:
+            return {name: known for (each, name), known in self.acknowledged.items() if each == step}
+
+
+class Bench:
+    """One node with a POSIX and an S3 tier of its own."""
+
+    def __init__(self, directory: Path, server: SeaweedFS, prefix: str, *, soft: float = 0.01, capacity: str = "160MiB") -> None:
+        self.server = server
+        self.prefix = prefix
+        self.pfs = directory / "pfs"
+        self.pfs.mkdir()
+        self.log = Log()
+        self.gateway = GatewayProcess(
+            directory,
+            NODE,
+            [posix_tier(self.pfs), s3_tier(server.endpoint, server.bucket, prefix=prefix, part_size="5MiB")],
+            capacity=capacity,
+            cache_keys=f'chunk_size = "1MiB"\nsoft = {soft}',
+            environment=server.environment,
+        )
+
+    @property
+    def cache(self) -> Path:
+        return self.gateway.cache
+
+    def client(self, *, retry_s: float = 60.0) -> Client:
+        return Client(self.gateway.address, admit_timeout=60.0, retry_timeout=retry_s, progress=False)
+
+    # -- the job -------------------------------------------------------------------------------------------------------
+
+    def put(self, part: Any, name: str, size: int) -> None:
+        receipt = part.put(name, content((part.step, name), size))
+        with self.log.lock:
+            self.log.acknowledged[part.step, name] = (receipt.size, receipt.crc32c)
+
+    def put_many(self, part: Any, sizes: dict[str, int]) -> None:
+        for receipt in part.put_many({name: content((part.step, name), size) for name, size in sizes.items()}):
+            with self.log.lock:
+                self.log.acknowledged[part.step, receipt.name] = (receipt.size, receipt.crc32c)
+
+    def commit(self, part: Any) -> None:
+        self.log.attempted.add(part.step)
+        part.commit({"step": part.step})
+        self.log.promised.add(part.step)
+
+    def save(self, client: Client, step: int, sizes: dict[str, int]) -> None:
+        """Each shard by itself, all small ones together, then the commit."""
+        with client.checkpoint(RUN, step, session="job-1") as part:
+            for name in [name for name in sizes if sizes[name] > SMALL]:
+                self.put(part, name, sizes[name])
+            self.put_many(part, {name: size for name, size in sizes.items() if size <= SMALL})
+            self.commit(part)
+
+    def compare(self, client: Client, step: int, source: str = "auto") -> None:
+        """Every acknowledged shard, every byte; and nothing else is in the checkpoint."""
+        reader = client.open(RUN, step, source=source)
+        known = self.log.shards(step)
+        assert set(reader.names()) == set(known)
+        for name, (size, crc) in known.items():
+            data = reader.read(name)
+            assert (len(data), crc32c(data)) == (size, crc), (step, name, source)
+            assert data == content((step, name), size)
+
+    def checkpoint(self, client: Client, step: int) -> Checkpoint | None:
+        return next((found for found in client.checkpoints(RUN) if found.step == step), None)
+
+    # -- what a restart must find --------------------------------------------------------------------------------------
+
+    def check_visible(self) -> None:
+        """Promised checkpoints are complete, and only such are complete whose commit was at least asked for."""
+        promised, attempted = set(self.log.promised), self.log.attempted
+        with self.client() as client:
+            complete = {found.step for found in client.checkpoints(RUN) if found.complete}
+            latest = client.latest(RUN)
+        gone = self.log.deleting
+        assert promised - gone <= complete, f"a promised checkpoint is not there: {promised - gone - complete}"
+        assert complete <= attempted, f"complete, and never committed: {complete - attempted}"
+        assert latest is None or latest in attempted
+
+    def check_settled(self, steps: set[int]) -> None:
+        """Everything drained and bit-exact at every level; then the process ends in order, and disks and tiers are clean."""
+        with self.client() as client:
+            for step in sorted(steps):
+                client.wait(RUN, step, "all", timeout=60)
+                for source in (*TIERS, "auto"):
+                    self.compare(client, step, source)
+            self.check_queue_empty(client)
+            assert client.latest(RUN) == max(steps)
+            assert [found.step for found in client.checkpoints(RUN)] == sorted(steps)
+        assert self.gateway.terminate() == 0
+        self.check_disk()
+        self.check_tiers(steps)
+
+    def check_queue_empty(self, client: Client) -> None:
+        until(
+            lambda: all(tier.pending_copies == 0 and tier.state == "ok" for tier in client.status().tiers),
+            "the queue is empty",
+        )
+
+    def rows(self, look: Callable[[ReadTxn], Any]) -> Any:
+        """What the catalog of the gateway, which is down, says."""
+
+        async def read() -> Any:
+            catalog = await Catalog.open(self.cache / "catalog", tiers=TIERS, node=NODE)
+            try:
+                with catalog.read() as txn:
+                    return look(txn)
+            finally:
+                await catalog.close()
+
+        return asyncio.run(read())
+
+    def check_disk(self) -> None:
+        """Every file has its row and every row its file; sums hold; nothing is begun and not ended."""
+
+        def look(txn: ReadTxn) -> Any:
+            cached = {row.key: row.disk_size for row in txn.cached()}
+            begun = list(txn.uploads())
+            waiting = [entry for tier in TIERS for entry in txn.pending(tier)]
+            return cached, begun, waiting, txn.totals() == txn.recount(), txn.deleting()
+
+        cached, begun, waiting, sums_hold, deleting = self.rows(look)
+        assert self.shard_files() == cached
+        assert (begun, waiting, deleting) == ([], [], [])
+        assert sums_hold
+        assert list((self.cache / "incoming").iterdir()) == []
+        assert list((self.cache / "data").rglob(f"{TEMP}*")) == []
+
+    def shard_files(self) -> dict[ShardKey, int]:
+        """Length by session and shard number."""
+        return {
+            ShardKey(int(path.parent.name, 16), int(path.stem, 16)): path.stat().st_size
+            for path in (self.cache / "data").glob("*/*.shard")
+        }
+
+    def check_tiers(self, steps: set[int]) -> None:
+        """Nothing half done, and nothing but these checkpoints' files."""
+        assert self.uploads() == []
+        assert [str(path) for path in self.pfs.rglob(f"{TEMP}*")] == []
+        assert [str(path) for path in self.pfs.glob(".forebay/probe/*")] == []
+        for names in (self.files_on_pfs(), self.objects()):
+            shards = {name for name in names if not name.startswith(".forebay/")}
+            assert len({name for name in shards if name.endswith("/manifest.json")}) == len(steps)
+            for step in steps:
+                mine = {name for name in shards if name.startswith(f"{step_dir(RUN, step)}/")}
+                assert len(mine) == len(self.log.shards(step)) + 2, mine  # and a part record, and the manifest
+                shards -= mine
+            assert shards == set()
+
+    def files_on_pfs(self) -> set[str]:
+        return {str(path.relative_to(self.pfs)) for path in self.pfs.rglob("*") if path.is_file() and not path.is_symlink()} - {
+            str(path.relative_to(self.pfs)) for path in self.pfs.rglob("current/**/*")
+        }
+
+    def objects(self) -> set[str]:
+        return set(self.versions())
+
+    def versions(self) -> dict[str, str]:
+        """ETag and time of every object, by key below the prefix."""
+        with contextlib.closing(self.server.client()) as s3:
+            pages = s3.get_paginator("list_objects_v2").paginate(Bucket=self.server.bucket, Prefix=f"{self.prefix}/")
+            found = [entry for page in pages for entry in page.get("Contents", ())]
+        return {entry["Key"].removeprefix(f"{self.prefix}/"): f"{entry['ETag']} {entry['LastModified']}" for entry in found}
+
+    def uploads(self) -> list[str]:
+        """Multipart uploads that were begun and not ended."""
+        with contextlib.closing(self.server.client()) as s3:
+            answer = s3.list_multipart_uploads(Bucket=self.server.bucket)
+        return [upload["Key"] for upload in answer.get("Uploads", ()) if upload["Key"].startswith(f"{self.prefix}/")]
+
+
+class Job(threading.Thread):
+    """A driver on a thread; join() raises what it raised."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._act = act
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except BaseException as error:
+            self.error = error
+
+    def finish(self, timeout_s: float) -> None:
+        self.join(timeout_s)
+        if self.error is not None:
+            raise self.error
+        assert not self.is_alive(), "the job does not end"
+
+
+def wait_ready_or_dead(gateway: GatewayProcess) -> bool:
+    """False where it died while starting."""
+    try:
+        gateway.wait_ready()
+    except RuntimeError:
+        assert gateway.process is not None
+        if gateway.process.poll() is None:
+            raise
+        return False
+    return True
+
+
+def movers_died(client: Client) -> int:
+    """How many movers the gateway has seen die."""
+    return sum(mover.restarts for mover in client.status().movers)
+
+
+def delete(client: Client, step: int, **options: Any) -> None:
+    """As a tool does: again while the gateway is away; gone is gone."""
+
+    def gone() -> bool:
+        with contextlib.suppress(NotFound):
+            try:
+                client.delete(RUN, step, **options)
+            except NotFound:
+                raise
+            except ForebayError:
+                return False
+        return True
+
+    until(gone, f"step {step} is deleted", 60.0, 0.2)
+
+
+@contextlib.contextmanager
+def closing(bench: Bench) -> Iterator[Bench]:
+    """No gateway stays."""
+    try:
+        yield bench
+    finally:
+        bench.gateway.close()
