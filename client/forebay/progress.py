@@ -52,7 +52,9 @@ class _Bar:
         with self._lock:
             if self._over:
                 return
-            bar = Progress(text, *columns, console=Console(stderr=True), transient=True)
+            # What the program prints stays its own: rich would send its standard output to our standard error.
+            console = Console(stderr=True)
+            bar = Progress(text, *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
             self._shown = bar, bar.add_task(self._description, total=self._total, completed=self._done)
             bar.start()
 

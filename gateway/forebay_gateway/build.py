@@ -50,6 +50,7 @@ from forebay_wire.v1 import admin_pb2, gateway_pb2
 log = logging.getLogger("forebay.gateway")
 
 SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin")
+BUFFERS_BYTES = 64 << 20  # of chunks on their way to and from the disk
 RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
 
 # Clients ping every 30 s (client/forebay); a server that thinks this too often would cut healthy connections.
@@ -192,7 +193,7 @@ async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseExcepti
     path = Path(config.cache.path)
     cache = await asyncio.to_thread(CacheDir.open, path, config.node.id)
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
-    io = IoPool(threads=4, buffer_size=config.cache.chunk_size, buffers=max(8, (64 << 20) // config.cache.chunk_size))
+    io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
         names = [tier.name for tier in config.tiers]
         catalog = await Catalog.open(path / "catalog", tiers=names, node=config.node.id, on_failure=failed)
@@ -205,10 +206,10 @@ async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseExcepti
         raise
     tiers = {}
     for tier_config in config.tiers:
-        tier = MonitoredTier(open_tier(tier_config), required=tier_config.required, clock=clock)
+        tier = MonitoredTier(open_tier(tier_config, owner=config.node.id), required=tier_config.required, clock=clock)
         tier.held = tier.name in held
         tiers[tier.name] = tier
-    setup = Setup("", str(path), config.tiers, config.log.level, config.log.format)
+    setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = Budget(
         config.cache.capacity or int(shutil.disk_usage(path).total * 0.8),
         soft=config.cache.soft,

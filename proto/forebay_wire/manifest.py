@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
-from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
+from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step, file_and_directory
 
 FORMAT_VERSION = 1
 MIN_CHUNK_SIZE = 64 << 10
@@ -166,6 +166,8 @@ class Manifest:
                 if shard.name in seen:
                     raise ManifestError(f"manifest: writers {seen[shard.name]} and {part.writer} both put {shard.name!r}")
                 seen[shard.name] = part.writer
+        if (clash := file_and_directory(seen)) is not None:
+            raise ManifestError(f"manifest: shards {clash[0]!r} and {clash[1]!r} cannot both be files on a tier")
 
     def shards(self) -> Iterator[tuple[int, ShardEntry]]:
         """(writer, shard) of every part."""

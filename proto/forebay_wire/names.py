@@ -5,6 +5,7 @@ Owns validation at the door, for client and gateway alike. Does not own paths on
 
 import hashlib
 import unicodedata
+from collections.abc import Collection
 
 MAX_SEGMENT_BYTES = 255
 MAX_NAME_BYTES = 1024
@@ -62,6 +63,17 @@ def check_shard_name(name: str) -> str:
     """Return `name` if it is a valid shard name, else raise InvalidName."""
     _check_path("shard name", name)
     return name
+
+
+def file_and_directory(names: Collection[str]) -> tuple[str, str] | None:
+    """Two of the names of which the first would have to be a directory for the second ("a" and "a/b"), None without such."""
+    for name in names:
+        at = name.find("/")
+        while at >= 0:
+            if name[:at] in names:
+                return name[:at], name
+            at = name.find("/", at + 1)
+    return None
 
 
 def check_session(session: str) -> str:

@@ -331,7 +331,7 @@ def test_order_of_system_calls(tmp_path: Path, announced: bool) -> None:
         ["strace", "-f", "-y", "-o", trace, "-e", calls, sys.executable, "-c", SCRIPT, cache, str(announced)],
         check=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": tests},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), tests)))},
     )
     lines = trace.read_text().splitlines()
     incoming, sealed = str(cache / "incoming" / f"{0x2B:016x}.tmp"), str(cache / "data" / f"{0x1A:016x}")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from crash.kit import Bench
 from servers import SeaweedFS
 

@@ -9,14 +9,14 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forebay import Checkpoint, Client, ForebayError, NotFound
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
-from forebay_gateway.catalog import Catalog, ReadTxn
+from forebay_gateway.catalog import Catalog, ReadTxn, WriteTxn
 from forebay_gateway.core.layout import step_dir
 from forebay_gateway.core.records import ShardKey
 from forebay_wire.checksums import crc32c
@@ -62,7 +62,9 @@ class Log:
 class Bench:
     """One node with a POSIX and an S3 tier of its own."""
 
-    def __init__(self, directory: Path, server: SeaweedFS, prefix: str, *, soft: float = 0.01, capacity: str = "160MiB") -> None:
+    def __init__(
+        self, directory: Path, server: SeaweedFS, prefix: str, *, soft: float = 0.01, capacity: str = "160MiB"
+    ) -> None:
         self.server = server
         self.prefix = prefix
         self.pfs = directory / "pfs"
@@ -158,15 +160,25 @@ class Bench:
     def rows(self, look: Callable[[ReadTxn], Any]) -> Any:
         """What the catalog of the gateway, which is down, says."""
 
-        async def read() -> Any:
+        async def act(catalog: Catalog) -> Any:
+            with catalog.read() as txn:
+                return look(txn)
+
+        return self._with_catalog(act)
+
+    def edit(self, change: Callable[[WriteTxn], None]) -> None:
+        """Change the catalog of the gateway, which is down."""
+        self._with_catalog(lambda catalog: catalog.write(change))
+
+    def _with_catalog(self, act: Callable[[Catalog], Awaitable[Any]]) -> Any:
+        async def opened() -> Any:
             catalog = await Catalog.open(self.cache / "catalog", tiers=TIERS, node=NODE)
             try:
-                with catalog.read() as txn:
-                    return look(txn)
+                return await act(catalog)
             finally:
                 await catalog.close()
 
-        return asyncio.run(read())
+        return asyncio.run(opened())
 
     def check_disk(self) -> None:
         """Every file has its row and every row its file; sums hold; nothing is begun and not ended."""
@@ -279,12 +291,3 @@ def delete(client: Client, step: int, **options: Any) -> None:
         return True
 
     until(gone, f"step {step} is deleted", 60.0, 0.2)
-
-
-@contextlib.contextmanager
-def closing(bench: Bench) -> Iterator[Bench]:
-    """No gateway stays."""
-    try:
-        yield bench
-    finally:
-        bench.gateway.close()

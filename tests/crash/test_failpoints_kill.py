@@ -1,15 +1,17 @@
 """SIGKILL at every failpoint there is, in the middle of a job's whole life: save, commit, drain, evict, restore, delete.
 
-The points are collected from the source, so that one which this life does not pass fails here. A process that dies may be the
-gateway or a mover (movers inherit the variable); after a mover the gateway is killed as well, and both start without failpoints.
+The points are collected from the source, so that one which this life does not pass fails here. The process that dies may be
+the gateway or a mover (movers inherit the variable); after a mover the gateway is killed as well. The next start is without
+failpoints.
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-import forebay_gateway
 import pytest
+
+import forebay_gateway
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, Bench, Job, delete, movers_died, until, wait_ready_or_dead
 from forebay import Client
 

@@ -33,10 +33,9 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, suc
 StepNumber = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.", show_default=False)]
 
 
-def client(must_answer: bool = True) -> Client:
+def client() -> Client:
     """A client for the chosen address. Where nobody listens, people want to know now and not after retries."""
-    if must_answer:
-        addresses.require_listener(_chosen["address"])
+    addresses.require_listener(_chosen["address"])
     return Client(_chosen["address"])
 
 

@@ -85,4 +85,4 @@ def _shards(rank: int, share: dict[str, np.ndarray], step: int) -> Iterator[tupl
 
 def _joined(tensors: dict[str, np.ndarray]) -> memoryview:
     flat = np.concatenate([tensor.ravel() for tensor in tensors.values()])
-    return memoryview(flat).cast("B")
+    return memoryview(flat.view(np.uint8).data)

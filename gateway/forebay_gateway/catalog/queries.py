@@ -148,12 +148,14 @@ class ReadTxn:
             raise NotFound("the catalog has no such shard", session_id=key.session_id, shard_id=key.shard_id)
         return data
 
+    def all_shards(self) -> Iterator[ShardRow]:
+        """Every shard, by key. A full scan."""
+        for _, value in self._scan(self._db.shards):
+            yield schema.SHARD.decode(value)
+
     def cached(self) -> Iterator[ShardRow]:
         """Every shard that should have a file in the cache. A full scan."""
-        for _, value in self._scan(self._db.shards):
-            row = schema.SHARD.decode(value)
-            if row.disk_size > 0:
-                yield row
+        return (row for row in self.all_shards() if row.disk_size > 0)
 
     def evictable(self) -> Iterator[ShardRow]:
         """EVICTABLE shards, those first that came first into the cache: by their part's commit or their fetch from a tier."""

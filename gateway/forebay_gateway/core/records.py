@@ -83,6 +83,11 @@ class PartRow(Row, frozen=True, array_like=True):
     size: int = 0
     recorded: tuple[str, ...] = ()  # tiers on which its part record lies
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether it is another node's, known here from a tier's manifest: what it is on other tiers, that node answers for."""
+        return self.state is PartState.COMMITTED and self.commit_seq == 0
+
 
 class ShardRow(Row, frozen=True, array_like=True):
     """One shard. The chunk CRC table is kept apart (it is long and rarely needed)."""
@@ -101,6 +106,11 @@ class ShardRow(Row, frozen=True, array_like=True):
     def key(self) -> ShardKey:
         """The shard's key."""
         return ShardKey(self.session_id, self.shard_id)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the cache's own file may be read."""
+        return self.state in (ShardState.SEALED, ShardState.EVICTABLE)
 
 
 class CopyRow(Row, frozen=True, array_like=True):

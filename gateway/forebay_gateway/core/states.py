@@ -3,6 +3,7 @@
 Owns which state follows which event. Does not own when events happen (paths/) or where states are kept (catalog/).
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
@@ -116,11 +117,11 @@ def next_copy_state(state: CopyState, event: CopyEvent) -> CopyState:
 
 def diagram() -> str:
     """Both tables as Mermaid state diagrams; ARCHITECTURE.md shows exactly this."""
+    shard = _mermaid(((state, event, after) for (state, event), after in SHARD_TABLE.items()), S.RECEIVING)
+    copy = _mermaid(((state, event, after) for (state, event), after in COPY_TABLE.items()), C.PENDING)
+    return f"Shard (in this node's cache):\n\n{shard}\nCopy (one shard on one tier):\n\n{copy}"
 
-    def lines(table: dict[tuple[_State, _Event], _State], start: _State) -> list[str]:
-        rows = [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
-        return ["```mermaid", "stateDiagram-v2", f"    [*] --> {start.value}", *rows, "```"]
 
-    shard = ["Shard (in this node's cache):", "", *lines(SHARD_TABLE, S.RECEIVING)]
-    copy = ["Copy (one shard on one tier):", "", *lines(COPY_TABLE, C.PENDING)]
-    return "\n".join([*shard, "", *copy]) + "\n"
+def _mermaid(rows: Iterable[tuple[StrEnum, StrEnum, StrEnum]], start: StrEnum) -> str:
+    arrows = [f"    {state.value} --> {after.value}: {event.value}" for state, event, after in rows]
+    return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {start.value}", *arrows, "```", ""])

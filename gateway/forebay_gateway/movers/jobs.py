@@ -52,6 +52,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     cache_path: str
+    chunk_size: int
     tiers: tuple[TierConfig, ...]
     log_level: str
     log_format: str

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.movers.jobs import (
@@ -111,7 +113,7 @@ class MoverProcess:
             await self._deliver(running)
         except ConnectionError as error:
             raise Unavailable("the mover went away", retry_after_s=0.5, mover=self.name) from error
-        except asyncio.CancelledError:
+        except BaseException:  # also where the owner failed at a report: nobody hears the rest
             if self._writer is not None and not self._writer.is_closing():
                 send(self._writer, Cancel(job.id))
             raise
@@ -212,12 +214,8 @@ class MoverPool:
         self._ids = itertools.count(1)
 
         def lane(name: str, depth: int) -> list[MoverProcess]:
-            return [
-                MoverProcess(
-                    label, Setup(label, setup.cache_path, setup.tiers, setup.log_level, setup.log_format), depth, clock
-                )
-                for label in (f"{name}-{number}" for number in range(movers))
-            ]
+            labels = [f"{name}-{number}" for number in range(movers)]
+            return [MoverProcess(label, msgspec.structs.replace(setup, name=label), depth, clock) for label in labels]
 
         # Drain jobs carry a batch each and run one at a time; fetches are single shards, so a few share a process.
         self._lanes = {tier: lane(f"drain-{tier}", 1) for tier in tiers}

@@ -42,9 +42,12 @@ from forebay_gateway.movers.jobs import (
 )
 from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Tier
 from forebay_gateway.tiers.factory import open_tier
+from forebay_gateway.tiers.s3_multipart import part_size
 from forebay_wire.manifest import unpack_chunk_crcs
 
 log = logging.getLogger("forebay.mover")
+
+BUFFERS_BYTES_MIN = 96 << 20
 
 
 class Mover:
@@ -55,7 +58,7 @@ class Mover:
         self._reader = reader
         self._writer = writer
         self._cache = CacheDir.attach(Path(setup.cache_path))
-        self._pool = IoPool(threads=4, buffers=32)
+        self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
         self._tiers: dict[str, Tier] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -188,6 +191,15 @@ class Mover:
             self._tell(ItemFailed(job.id, 0, failure_of(error)))
         else:
             self._tell(ItemDone(job.id, 0, disk_size=disk_size))
+
+
+def buffer_bytes(setup: Setup) -> int:
+    """Enough that every transfer of the busiest tier can hold a whole part: with less they could wait for each other.
+
+    A quarter of a pool is kept for writers (cache/io), so a third is added.
+    """
+    parts = [config.concurrency * part_size(0, setup.chunk_size, config.part_size) for config in setup.tiers]
+    return max(BUFFERS_BYTES_MIN, max(parts, default=0) * 4 // 3 + 4 * setup.chunk_size)
 
 
 class Expected:

@@ -18,6 +18,7 @@ from forebay_gateway.core.records import PartState, SessionRow, ShardRow
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PartRecord, ShardEntry
+from forebay_wire.names import file_and_directory
 
 log = logging.getLogger("forebay.commit")
 
@@ -133,7 +134,10 @@ class CommitPath:
             parts = [(part.session_id, part.writer) for part in txn.open_parts()]
         for session_id, writer in parts:
             if self._writes.silent_for_s(session_id, writer) >= limit_s:
-                count = await self._drop(session_id, writer)
+                try:
+                    count = await self._drop(session_id, writer)
+                except (AlreadyExists, NotFound):
+                    continue  # committed or aborted meanwhile
                 log.info("dropped a silent, uncommitted part session_id=%s writer=%s shards=%s", session_id, writer, count)
         return min(60.0, max(0.5, limit_s / 4))
 
@@ -161,6 +165,11 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardR
     planned = {shard.name: shard for shard in expected}
     if len(planned) != len(expected):
         raise InvalidArgument("the commit names a shard twice", writer=part.writer)
+    if (clash := file_and_directory(planned)) is not None:
+        raise InvalidArgument(
+            f"shards {clash[0]!r} and {clash[1]!r} cannot both be files: the first is a directory of the second; "
+            "abort the part and put one of them under another name"
+        )
     there = {row.name: row for row in landed}
     missing = sorted(set(planned) - set(there))
     if missing:

@@ -60,6 +60,10 @@ class Completion:
             sessions = list(txn.unpublished(self._tier.name))
         next_s: float | None = None
         for session in sessions:
+            if self._is_going(session):
+                continue
+            # No await since the look: a deletion waits for this entry, or it was marked before and is seen.
+            self._node.publishing.add((self._tier.name, session.id))
             try:
                 done = await self._advance(session)
             except Corrupt as error:
@@ -68,16 +72,23 @@ class Completion:
             except ForebayError as error:
                 self._tier.failed(error)
                 return WATCH_S_MIN
+            finally:
+                self._node.publishing.discard((self._tier.name, session.id))
             if not done:
                 left_s = self._next_look_s.get(session.id, 0.0) - self._node.clock.monotonic()
                 next_s = min(next_s if next_s is not None else WATCH_S_MAX, max(0.0, left_s))
         return next_s
 
+    def _is_going(self, session: SessionRow) -> bool:
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(session.run, session.step)
+        return checkpoint is None or checkpoint.deleting
+
     async def _advance(self, session: SessionRow) -> bool:
         """Move one session on; True when it is finished on this tier."""
         session = await self._look_back(session)
         with self._node.catalog.read() as txn:
-            parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+            parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
             ready = [part for part in parts if self._part_verified(txn, part)]
         for part in ready:
             if self._tier.name not in part.recorded:
@@ -135,7 +146,7 @@ class Completion:
         seen = self._records.setdefault(session.id, {})
         missing = [writer for writer in range(session.writers) if writer not in ready and writer not in seen]
         with self._node.catalog.read() as txn:
-            held_here = {part.writer for part in txn.parts(session.id)}
+            held_here = {part.writer for part in txn.parts(session.id) if not part.is_adopted}
         elsewhere = [writer for writer in missing if writer not in held_here]
         for begin in range(0, len(elsewhere), READS_AT_ONCE):
             batch = elsewhere[begin : begin + READS_AT_ONCE]
@@ -258,7 +269,7 @@ class Completion:
 
     def _all_verified_here(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:
-            return all(self._part_verified(txn, part) for part in txn.parts(session.id))
+            return all(self._part_verified(txn, part) for part in txn.parts(session.id) if not part.is_adopted)
 
     async def _yield_to(self, session: SessionRow, there: Manifest) -> None:
         log.info(
@@ -344,8 +355,9 @@ class Announcer:
             for tier in self._node.tier_names:
                 for session in txn.unpublished(tier):
                     if session.writers > 1 and session.id not in found:
-                        parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-                        if len(parts) < session.writers:
+                        committed = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+                        parts = [part for part in committed if not part.is_adopted]
+                        if len(committed) < session.writers:
                             found[session.id] = (session, parts)
         return list(found.values())
 

@@ -9,6 +9,7 @@ queue, so nothing is lost when this process ends. Does not own the movement of b
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import ReadTxn, WriteTxn
@@ -48,11 +49,12 @@ class Drain:
         self._recovered = False
         self._verified = verified
         self._not_before_s: dict[ShardKey, float] = {}
+        self._interrupted: set[ShardKey] = set()  # copies whose mover died under them
         self._recorded_elsewhere: dict[int, set[int]] = {}
 
     async def step(self) -> float | None:
         """One batch; returns the pause until the next look in seconds."""
-        if self._tier.held or not self._tier.usable:
+        if not self._tier.usable:
             return IDLE_S
         if not self._recovered:  # what an earlier process had begun comes first
             try:
@@ -62,11 +64,22 @@ class Drain:
                 return RETRY_S_MIN
             self._recovered = True
             self._verified()
+        if self._tier.held:
+            return IDLE_S
         items, wait_s = self._next_batch()
         if not items:
             return wait_s
-        keys = [ShardKey(item.session_id, item.shard_id) for item in items]
-        await self._node.catalog.write(lambda txn: start(txn, keys, self._tier.name))
+        try:
+            await self._clean_up_after(items)
+        except ForebayError as error:
+            self._tier.failed(error)
+            return RETRY_S_MIN
+        wanted = [ShardKey(item.session_id, item.shard_id) for item in items]
+        keys = await self._node.catalog.write(lambda txn: start(txn, wanted, self._tier.name))
+        started = set(keys)
+        items = [item for item in items if ShardKey(item.session_id, item.shard_id) in started]
+        if not items:
+            return 0.0
         failpoints.hit("drain.started")
         job = DrainJob(self._node.movers.next_job_id(), self._tier.name, self._tier.capabilities, tuple(items))
         reports = _Batch(self, items, keys)
@@ -78,10 +91,25 @@ class Drain:
             await asyncio.shield(asyncio.ensure_future(self._put_back(reports)))
         return 0.0
 
+    async def _clean_up_after(self, items: list[ShardItem]) -> None:
+        """Remove what an earlier attempt left on the tier: by its record, and of a mover that died also what it had no time to
+        have recorded. Only then may a new attempt be recorded in the old one's place."""
+        with self._node.catalog.read() as txn:
+            keys = [ShardKey(item.session_id, item.shard_id) for item in items]
+            uploads = [(key, upload) for key in keys if (upload := txn.upload(key, self._tier.name)) is not None]
+        for key, upload in uploads:
+            await self._tier.tier.abort_upload(upload.key, upload.upload_id)
+            await self._node.catalog.write(partial(clear_upload, key, self._tier.name))
+        for item in items:
+            if (key := ShardKey(item.session_id, item.shard_id)) in self._interrupted:
+                await self._tier.tier.sweep(item.key)
+                self._interrupted.discard(key)
+
     async def _put_back(self, reports: "_Batch") -> None:
         """What the mover did not report (it died, or we stop) is pending again."""
         left = reports.unreported()
         if left:
+            self._interrupted.update(left)
             await self._node.catalog.write(lambda txn: fail(txn, left, self._tier.name, "interrupted"))
 
     # -- the queue -----------------------------------------------------------------------------------------------------
@@ -126,13 +154,13 @@ class Drain:
 
     def _others_verified(self, txn: ReadTxn, session: SessionRow, last: ShardRow) -> bool:
         """Whether a shard that readers take for the sign of completeness may go: all others are there."""
+        here = {part.writer for part in txn.parts(session.id) if not part.is_adopted}
         for row in txn.shards(session.id):
-            if row.key == last.key or is_commit_last(row.name):
+            if row.writer not in here or is_commit_last(row.name):
                 continue
             copy = txn.copy(row.key, self._tier.name)
             if copy is None or copy.state is not CopyState.VERIFIED:
                 return False
-        here = {part.writer for part in txn.parts(session.id)}
         # Writer 0 also waits for the parts of other nodes; others do not, or two nodes could wait for each other.
         return last.writer != 0 or len(here | self.recorded_elsewhere(session.id)) >= session.writers
 
@@ -243,10 +271,21 @@ def held_setting(tier: str) -> str:
     return f"held:{tier}"
 
 
-def start(txn: WriteTxn, keys: list[ShardKey], tier: str) -> None:
-    """PENDING to WRITING."""
+def start(txn: WriteTxn, keys: list[ShardKey], tier: str) -> list[ShardKey]:
+    """PENDING to WRITING; returns those that are still to go: a deletion that was marked meanwhile counts."""
+    started = []
     for key in keys:
-        txn.copy_event(key, tier, CopyEvent.START)
+        copy, session = txn.copy(key, tier), txn.session(key.session_id)
+        checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+        if copy is not None and copy.state is CopyState.PENDING and checkpoint is not None and not checkpoint.deleting:
+            txn.copy_event(key, tier, CopyEvent.START)
+            started.append(key)
+    return started
+
+
+def clear_upload(key: ShardKey, tier: str, txn: WriteTxn) -> None:
+    """It is complete or given up."""
+    txn.clear_upload(key, tier)
 
 
 def fail(txn: WriteTxn, keys: list[ShardKey], tier: str, error: str) -> int:

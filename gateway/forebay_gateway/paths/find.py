@@ -4,12 +4,13 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, MissingPart, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key, parse_step_dir
-from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.commit import complete_at_cache
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -18,6 +19,7 @@ from forebay_wire.manifest import Manifest, ManifestError
 log = logging.getLogger("forebay.find")
 
 RUN_DEPTH_MAX = 16
+ASK_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Finder:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._ask_again_s: dict[tuple[str, int], float] = {}  # (tier, session): when to ask for its manifest again
         self._manifest_tags: dict[tuple[str, str, int], tuple[str, int]] = {}  # (tier, run, step): (tag, session)
 
     async def complete(self, run: str, step: int) -> Found:
@@ -62,16 +65,12 @@ class Finder:
             checkpoint = txn.checkpoint(run, step)
             if checkpoint is None or checkpoint.deleting:
                 return None
-            for session_id in reversed(checkpoint.session_ids):
-                session = txn.session(session_id)
-                if session is not None and is_complete(txn, session):
-                    return session
-        return None
+            return next((row for row in reversed(sessions_of(txn, checkpoint)) if is_complete(txn, row)), None)
 
     def _whole_in_cache(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:
             here = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-            return len(here) >= session.writers and all(row.disk_size for row in txn.shards(session.id))
+            return len(here) >= session.writers and all(row.is_cached for row in txn.shards(session.id))
 
     async def _adopt(self, tier: MonitoredTier, run: str, step: int) -> SessionRow | None:
         """The session whose manifest lies on the tier, with its rows in this catalog; None where there is no manifest."""
@@ -100,12 +99,26 @@ class Finder:
     async def _take(self, manifest: Manifest, tier: str) -> SessionRow:
         with self._node.catalog.read() as txn:
             session = txn.find_session(manifest.run, manifest.step, manifest.session)
-            complete_rows = session is not None and len(txn.parts(session.id)) >= manifest.writers
-        if session is not None and complete_rows and session.publish.get(tier) is PublishState.COMPLETE:
+            known = session is not None and knows_copies(txn, session, tier)
+        if session is not None and known and session.publish.get(tier) is PublishState.COMPLETE:
             return session
         catalog = self._node.catalog
         new_id = catalog.new_id()
         return await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+
+    async def learn_copies(self, session: SessionRow, tiers: Iterable[MonitoredTier]) -> None:
+        """Ask these tiers too for a complete session: each has a manifest of its own. One that cannot be asked is skipped."""
+        for tier in tiers:
+            now_s = self._node.clock.monotonic()
+            if now_s < self._ask_again_s.get((tier.name, session.id), 0.0):
+                continue
+            self._ask_again_s[tier.name, session.id] = now_s + ASK_AGAIN_S
+            try:
+                await self._adopt(tier, session.run, session.step)
+            except Corrupt as error:
+                log.warning("a manifest is damaged tier=%s error=%s", tier.name, error)
+            except ForebayError as error:
+                tier.failed(error)
 
     def _unreachable(self) -> tuple[str, ...]:
         return tuple(tier.name for tier in self._node.unreachable_tiers())
@@ -115,8 +128,8 @@ class Finder:
             return damaged
         with self._node.catalog.read() as txn:
             checkpoint = txn.checkpoint(run, step)
-            sessions = [] if checkpoint is None else [txn.session(number) for number in checkpoint.session_ids]
-            newest = next((session for session in reversed(sessions) if session is not None), None)
+            sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
+            newest = sessions[-1] if sessions else None
             missing = () if newest is None else missing_parts(txn, newest)
         if newest is not None and missing:
             return Incomplete(describe_missing(missing), missing=missing, run=run, step=step)
@@ -216,6 +229,19 @@ def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
         return False
     parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
     return len(parts) >= session.writers and complete_at_cache(txn, session)
+
+
+def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    """Whether every shard of every writer has a row for its copy on the tier."""
+    parts = txn.parts(session.id)
+    return len(parts) >= session.writers and all(
+        txn.part_progress(session.id, part.writer, tier)[1] >= part.shard_count for part in parts
+    )
+
+
+def sessions_of(txn: ReadTxn, row: CheckpointRow) -> list[SessionRow]:
+    """A checkpoint's sessions, in the order in which they were opened here."""
+    return [session for number in row.session_ids if (session := txn.session(number)) is not None]
 
 
 def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:

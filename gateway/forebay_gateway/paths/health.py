@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
-from forebay_gateway.core.records import PublishState, ShardKey
+from forebay_gateway.core.records import ShardKey
+from forebay_gateway.paths.find import is_complete, sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.tiers.monitor import TierState
@@ -95,15 +96,11 @@ class Health:
                 1
                 for run in runs
                 for row in txn.checkpoints(run)
-                if not row.deleting and self._is_complete_cheap(txn.session(row.session_ids[-1]) if row.session_ids else None)
+                if not row.deleting and any(is_complete(txn, session) for session in sessions_of(txn, row))
             )
         return HealthReport(
             health, tuple(alarms), complete, incomplete, self._clock.monotonic() - self._began_s, self._lag.p99_s
         )
-
-    def _is_complete_cheap(self, session: object) -> bool:
-        publish = getattr(session, "publish", {})
-        return any(state is PublishState.COMPLETE for state in publish.values())
 
     def _incomplete(self) -> tuple[CheckpointView, ...]:
         """Checkpoints that are not complete; found through the index of what is unpublished."""

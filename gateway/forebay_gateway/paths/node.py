@@ -59,6 +59,7 @@ class Node:
     changes: Changes = field(default_factory=Changes)
     first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
+    publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
 
     @property
     def tier_names(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from forebay_gateway.core.errors import (
     Unavailable,
     from_record,
 )
-from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
+from forebay_gateway.core.records import CopyRow, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
@@ -109,6 +109,12 @@ class ReadPath:
             row = txn.shard(key)
         return row is not None and row.state in CACHED_STATES
 
+    def quarantined(self, key: ShardKey) -> bool:
+        """Whether the cache's own file is known to be bad."""
+        with self._node.catalog.read() as txn:
+            row = txn.shard(key)
+        return row is not None and row.state is ShardState.QUARANTINED
+
     async def from_cache(self, item: ShardItem, first: int, stop: int) -> AsyncGenerator[memoryview, None]:
         """Chunks `first` to `stop` from the cache file; the file is held against eviction meanwhile."""
         key = ShardKey(item.session_id, item.shard_id)
@@ -151,15 +157,23 @@ class ReadPath:
 
     # -- the tiers -----------------------------------------------------------------------------------------------------
 
-    def tiers_with(self, key: ShardKey) -> list[MonitoredTier]:
+    async def tiers_with(self, session: SessionRow, key: ShardKey) -> list[MonitoredTier]:
         """Usable tiers that hold a verified copy, nearest first."""
-        with self._node.catalog.read() as txn:
-            copies = txn.copies(key)
+        copies = self.copies(key)
+        unknown = [tier for tier in self._node.usable_tiers() if tier.name not in copies]
+        if unknown:
+            await self._finder.learn_copies(session, unknown)
+            copies = self.copies(key)
         return [
             tier
             for tier in self._node.usable_tiers()
             if (copy := copies.get(tier.name)) is not None and copy.state is CopyState.VERIFIED
         ]
+
+    def copies(self, key: ShardKey) -> dict[str, CopyRow]:
+        """All copies known here, good or bad."""
+        with self._node.catalog.read() as txn:
+            return txn.copies(key)
 
     def unreachable(self) -> list[MonitoredTier]:
         """Tiers that may hold a copy we cannot see now."""
@@ -190,7 +204,7 @@ class ReadPath:
         return await asyncio.shield(task)
 
     async def _fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
-        sources = self.tiers_with(row.key)
+        sources = await self.tiers_with(session, row.key)
         if not sources:
             return False
         size = disk_size(item.size, item.chunk_size)
@@ -217,6 +231,8 @@ class ReadPath:
             reservation.settle(fetched)
         except Unavailable as error:
             log.info("a fetch did not finish key=%s error=%s", item.key, error)
+            # A mover that died had no time to; the next fetch of this shard needs the name.
+            await self._node.io.run(self._node.cache.unlink, self._node.cache.incoming_path(row.shard_id))
             return False
         finally:
             reservation.release()
@@ -267,7 +283,7 @@ class _Stream:
                 async for piece in pieces:
                     yield piece
         if self._at < self._stop and source != "cache":
-            tiers = self._path.tiers_with(self._row.key)
+            tiers = await self._path.tiers_with(self._session, self._row.key)
             for tier in tiers if source == "auto" else [tier for tier in tiers if tier.name == source]:
                 async with aclosing(self._try_tier(tier)) as pieces:
                     async for piece in pieces:
@@ -322,13 +338,23 @@ class _Stream:
         self._at += 1
         return Piece(low, crc, data)
 
+    def _note_quarantined(self, source: str) -> None:
+        """Copies that this stream did not read itself: a fetch, or an earlier reader, has seen that they are bad."""
+        for name, copy in self._path.copies(self._row.key).items():
+            if copy.state is CopyState.QUARANTINED and source in ("auto", name):
+                self._errors.setdefault(name, Corrupt("the copy is quarantined"))
+        if source in ("auto", "cache") and self._path.quarantined(self._row.key):
+            self._errors.setdefault("cache", Corrupt("the cache's copy is quarantined"))
+
     def _failure(self, source: str) -> ForebayError:
+        self._note_quarantined(source)
         tried = ", ".join(f"{name}: {error.sentence}" for name, error in self._errors.items()) or "no copy is there"
         details: dict[str, Any] = {"name": self._row.name, "chunk": self._at}
         if self._errors and all(isinstance(error, Corrupt | NotFound) for error in self._errors.values()):
             away = self._path.unreachable()
             if source != "auto" or not away:
                 return Corrupt(f"no good copy of the shard is left ({tried})", **details)
-        if source not in ("auto", "") and not self._errors:
+        unreachable = {tier.name for tier in self._path.unreachable()}
+        if source not in ("auto", "") and source not in unreachable and not self._errors:
             return NotFound(f"{source} holds no copy of this shard", **details)
         return Unavailable(f"no copy of the shard can be read now ({tried})", retry_after_s=2.0, **details)

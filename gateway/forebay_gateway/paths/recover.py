@@ -10,25 +10,29 @@ Owns the repairs and their order. Reads file names and sizes only; a footer is r
 import json
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from forebay_gateway.cache.footer import Footer, disk_size, find_footer
 from forebay_gateway.cache.layout import FoundFile
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, Unavailable
-from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.core.layout import announce_key, manifest_key, part_key
+from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
-from forebay_gateway.paths.drain import fail, shard_item
+from forebay_gateway.paths.drain import clear_upload, fail, shard_item
 from forebay_gateway.paths.evict import finish_evicting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import ManifestError, PartRecord
+from forebay_wire.manifest import ManifestError, PartRecord, ShardEntry
 
 log = logging.getLogger("forebay.recover")
+
+BEGUN_STATES = (CopyState.WRITING, CopyState.WRITTEN)
+CHECKS_A_JOB = 128
+LOOKS_A_READ = 4096  # queue entries in one read, which holds up the event loop
 
 
 async def recover(node: Node) -> None:
@@ -53,26 +57,17 @@ async def recover(node: Node) -> None:
 async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> None:
     """EVICTING: unlink again. Any other row whose file is gone or of the wrong length: use a verified copy, else alarm."""
     with node.catalog.read() as txn:
-        rows = list(txn.cached())
+        rows = [row for row in txn.all_shards() if row.disk_size or row.state is ShardState.QUARANTINED]
     evicting = [row for row in rows if row.state is ShardState.EVICTING]
     if evicting:
         await finish_evicting(node, evicting)
-    bad = [
-        row
-        for row in rows
-        if row.state in (ShardState.SEALED, ShardState.EVICTABLE) and not _file_fits(files.get(row.key), row)
-    ]
-    for row in bad:
-        lost = await node.catalog.write(partial(_file_lost, row))
-        node.budget.freed(row.disk_size)
-        if lost:
-            log.error("a shard's cache file is gone or damaged and no tier holds it name=%s key=%s", row.name, row.key)
-            node.alarms[f"lost-{row.session_id}-{row.shard_id}"] = (
-                f"shard {row.name!r}: its cache file is gone or damaged and no tier holds a copy",
-                "save this step again; `forebay info` names the checkpoint",
-            )
-        else:
-            log.warning("a shard's cache file is gone or damaged; a tier holds it name=%s key=%s", row.name, row.key)
+    for row in rows:
+        bad = row.is_cached and not _file_fits(files.get(row.key), row)
+        if bad:
+            left = await node.catalog.write(partial(_file_lost, row, row.key in files))
+            node.budget.freed(row.disk_size - left)
+        if bad or row.state is ShardState.QUARANTINED:
+            _tell_lost(node, row)
     for key in [key for key, file in files.items() if not file.size]:
         log.warning("an empty file lies among the shards key=%s", key)
 
@@ -81,14 +76,49 @@ def _file_fits(file: FoundFile | None, row: ShardRow) -> bool:
     return file is not None and file.size == disk_size(row.size, row.chunk_size)
 
 
-def _file_lost(row: ShardRow, txn: WriteTxn) -> bool:
-    """The cache's copy is no more; True where no verified copy is left either."""
-    verified = any(copy.state is CopyState.VERIFIED for copy in txn.copies(row.key).values())
-    txn.shard_event(row.key, ShardEvent.MISMATCH)
-    if verified:
+def _file_lost(row: ShardRow, in_place: bool, txn: WriteTxn) -> int:
+    """The cache's copy is no more; how many bytes of it the cache still counts (a damaged file that is kept for its owner)."""
+    part = txn.part(row.session_id, row.writer)
+    if part is not None and part.state is PartState.OPEN:
+        txn.drop_shard(row.key)  # its writer is told at the commit that it has to be put again
+        return 0
+    moved = txn.shard_event(row.key, ShardEvent.MISMATCH, disk_size=row.disk_size if in_place else 0)
+    if _is_on_a_tier(txn, row):
         txn.shard_event(row.key, ShardEvent.EVICT)
-        txn.shard_event(row.key, ShardEvent.UNLINKED)
-    return not verified
+        moved = txn.shard_event(row.key, ShardEvent.UNLINKED)
+    elif not _is_going(txn, row):
+        txn.set_reason(row.session_id, f"shard {row.name!r} is lost: its cache file is bad, and no tier holds a copy")
+    return moved.disk_size
+
+
+def _tell_lost(node: Node, row: ShardRow) -> None:
+    with node.catalog.read() as txn:
+        if _is_going(txn, row):
+            return
+        on_a_tier = _is_on_a_tier(txn, row)
+    if on_a_tier:
+        log.warning("a shard's cache file is gone or damaged; a tier holds it name=%s key=%s", row.name, row.key)
+        return
+    log.error("a shard's cache file is gone or damaged and no tier holds it name=%s key=%s", row.name, row.key)
+    node.alarms[f"lost-{row.session_id}-{row.shard_id}"] = (
+        f"shard {row.name!r}: its cache file is gone or damaged and no tier holds a copy",
+        "save this step again; `forebay info` names the checkpoint",
+    )
+
+
+def _is_on_a_tier(txn: ReadTxn, row: ShardRow) -> bool:
+    return any(copy.state is CopyState.VERIFIED for copy in txn.copies(row.key).values())
+
+
+def _may_be_on_a_tier(txn: ReadTxn, row: ShardRow) -> bool:
+    return any(copy.state in (CopyState.VERIFIED, *BEGUN_STATES) for copy in txn.copies(row.key).values())
+
+
+def _is_going(txn: ReadTxn, row: ShardRow) -> bool:
+    """Whether it belongs to a deletion that has to go on: then a missing file is no loss."""
+    session = txn.session(row.session_id)
+    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+    return checkpoint is None or checkpoint.deleting
 
 
 async def _adopt_files(node: Node, files: dict[ShardKey, FoundFile]) -> None:
@@ -155,22 +185,38 @@ async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
             continue
         try:
             record = PartRecord.from_json(await node.io.run(file.path.read_bytes))
-            await node.catalog.write(partial(_commit, node, file, record))
+            new_ids = [node.catalog.new_id() for _ in record.shards]
+            await node.catalog.write(partial(_commit, node, file, record, new_ids))
             log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
         except (ManifestError, ForebayError, OSError) as error:
             log.warning("dropped a part file that its shards do not bear out path=%s reason=%s", file.path, error)
             await node.io.run(node.cache.unlink, file.path)
 
 
-def _commit(node: Node, file: FoundFile, record: PartRecord, txn: WriteTxn) -> None:
+def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[int], txn: WriteTxn) -> None:
+    """Shards without a file were evicted. Whether they, and all others, are on the tiers is asked there before any is put."""
     assert file.session_id is not None
     there = {row.name: (row.size, row.crc32c) for row in txn.shards(file.session_id, record.writer)}
-    if there != {shard.name: (shard.size, shard.crc32c) for shard in record.shards}:
+    wanted = {shard.name: (shard.size, shard.crc32c) for shard in record.shards}
+    if not there.items() <= wanted.items():
         raise Corrupt("the shards in the cache are not those of the part file")
-    metadata = json.dumps(record.metadata)
     session = txn.open_session(record.run, record.step, record.session, record.writers, session_id=file.session_id)
     txn.open_part(session.id, record.writer)
-    txn.commit_part(session.id, record.writer, metadata, node.tier_names, file.commit_seq)
+    for shard_id, shard in zip(new_ids, record.shards, strict=True):
+        if shard.name not in there:
+            _add_evicted(txn, ShardKey(session.id, shard_id), record.writer, shard)
+    txn.commit_part(session.id, record.writer, json.dumps(record.metadata), node.tier_names, file.commit_seq)
+    for row in list(txn.shards(session.id, record.writer)):
+        for tier, copy in txn.copies(row.key).items():
+            if copy.state is CopyState.PENDING:
+                txn.copy_event(row.key, tier, CopyEvent.START)
+
+
+def _add_evicted(txn: WriteTxn, key: ShardKey, writer: int, shard: ShardEntry) -> None:
+    row = ShardRow(*key, writer, shard.name, shard.size, shard.chunk_size, shard.crc32c, ShardState.SEALED, 0)
+    txn.seal(row, shard.chunks)
+    for event in (ShardEvent.MISMATCH, ShardEvent.EVICT, ShardEvent.UNLINKED):
+        txn.shard_event(key, event)
 
 
 # -- copies that were under way when the last process ended ------------------------------------------------------------
@@ -182,32 +228,44 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
     Raises Unavailable while the tier cannot be asked; it is then called again.
     """
     with node.catalog.read() as txn:
-        begun: dict[int, list[tuple[ShardKey, ShardItem]]] = defaultdict(list)
-        for entry in txn.pending(tier.name):
-            copy = txn.copy(entry.key, tier.name)
-            if copy is None or copy.state not in (CopyState.WRITING, CopyState.WRITTEN):
-                continue
-            row, session = txn.shard(entry.key), txn.session(entry.key.session_id)
-            if row is not None and session is not None:
-                begun[session.id].append((entry.key, shard_item(txn, session, row)))
         uploads = [(key, upload) for key, name, upload in txn.uploads() if name == tier.name]
-    for entries in begun.values():
-        job = CheckJob(node.movers.next_job_id(), tier.name, tier.capabilities, tuple(item for _, item in entries))
-        await node.movers.drain(tier.name, job, _CheckReports(node, tier, [key for key, _ in entries]))
+        sessions = list(txn.unpublished(tier.name))
     for key, upload in uploads:
         await tier.tier.abort_upload(upload.key, upload.upload_id)
-        await node.catalog.write(partial(_clear_upload, key, tier.name))
+        await node.catalog.write(partial(clear_upload, key, tier.name))
+    for session in sessions:
+        await tier.tier.sweep(manifest_key(session.run, session.step))
+        await tier.tier.sweep(part_key(session.run, session.step, session.session, 0))
+        await tier.tier.sweep(announce_key(session.run, session.step, session.session, 0))
+    after: PendingCopy | None = None
+    while True:
+        items, after = _begun(node, tier, after)
+        if items:
+            job = CheckJob(node.movers.next_job_id(), tier.name, tier.capabilities, tuple(items))
+            await node.movers.drain(tier.name, job, _CheckReports(node, tier, items))
+        if after is None:
+            return
 
 
-def _clear_upload(key: ShardKey, tier: str, txn: WriteTxn) -> None:
-    txn.clear_upload(key, tier)
+def _begun(node: Node, tier: MonitoredTier, after: PendingCopy | None) -> tuple[list[ShardItem], PendingCopy | None]:
+    """The next copies that were begun, and where to go on looking; None at the queue's end."""
+    items: list[ShardItem] = []
+    with node.catalog.read() as txn:
+        for looked, entry in enumerate(txn.pending(tier.name, after), start=1):
+            copy, row, session = txn.copy(entry.key, tier.name), txn.shard(entry.key), txn.session(entry.key.session_id)
+            if row is not None and session is not None and copy is not None and copy.state in BEGUN_STATES:
+                items.append(shard_item(txn, session, row))
+            if len(items) >= CHECKS_A_JOB or looked >= LOOKS_A_READ:
+                return items, entry
+    return items, None
 
 
 class _CheckReports:
     """Hears a check job: proved copies are VERIFIED, all others go back to the queue."""
 
-    def __init__(self, node: Node, tier: MonitoredTier, keys: list[ShardKey]) -> None:
-        self._node, self._tier, self._keys = node, tier, keys
+    def __init__(self, node: Node, tier: MonitoredTier, items: Sequence[ShardItem]) -> None:
+        self._node, self._tier, self._items = node, tier, items
+        self._keys = [ShardKey(item.session_id, item.shard_id) for item in items]
 
     async def upload_begun(self, index: int, upload_id: str) -> None:
         raise AssertionError("a check uploads nothing")
@@ -228,14 +286,21 @@ class _CheckReports:
         if report.failure.kind == "unavailable":
             raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
 
-        def act(txn: WriteTxn) -> None:
-            copy = txn.copy(key, name)
+        await self._tier.tier.sweep(self._items[index].key)
+
+        def act(txn: WriteTxn) -> ShardRow | None:
+            copy, row = txn.copy(key, name), txn.shard(key)
             if copy is not None and copy.state is CopyState.WRITTEN:
                 txn.copy_event(key, name, CopyEvent.GONE)
             else:
                 fail(txn, [key], name, "begun before a restart, and not whole on the tier")
+            if row is None or row.state is not ShardState.EVICTED or _may_be_on_a_tier(txn, row):
+                return None
+            txn.set_reason(key.session_id, f"shard {row.name!r} is lost: it is not in the cache, and no tier holds a copy")
+            return row
 
-        await self._node.catalog.write(act)
+        if (lost := await self._node.catalog.write(act)) is not None:
+            _tell_lost(self._node, lost)
 
     def progress(self, size: int) -> None:
         """Nobody counts."""

@@ -14,11 +14,11 @@ from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
-from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.find import Finder, sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -101,7 +101,7 @@ class Retention:
 
     def _content(self, row: CheckpointRow) -> tuple[list[SessionRow], list[ShardRow]]:
         with self._node.catalog.read() as txn:
-            sessions = [session for number in row.session_ids if (session := txn.session(number)) is not None]
+            sessions = sessions_of(txn, row)
             return sessions, [shard for session in sessions for shard in txn.shards(session.id)]
 
     async def _finish(self, row: CheckpointRow) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -111,11 +111,9 @@ class Retention:
             done: list[str] = []
             pending: list[str] = []
             for tier in self._node.tiers.values():
-                try:
-                    await self._off_tier(tier, row, sessions, shards)
+                if await self._try_off_tier(tier, row, sessions, shards):
                     done.append(tier.name)
-                except ForebayError as error:
-                    tier.failed(error)
+                else:
                     pending.append(tier.name)
                     log.info("a deletion waits for a tier tier=%s run=%s step=%s", tier.name, row.run, row.step)
             if not pending:
@@ -124,15 +122,28 @@ class Retention:
         self._node.changes.tell()
         return tuple(done), tuple(pending)
 
+    async def _try_off_tier(
+        self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
+    ) -> bool:
+        """False where the tier is away, or something is still on its way to it: it is tried again."""
+        if not tier.usable or self._under_way(tier, sessions, shards):
+            return False
+        try:
+            await self._off_tier(tier, row, sessions, shards)
+        except ForebayError as error:
+            tier.failed(error)
+            return False
+        return True
+
     async def _off_tier(
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> None:
-        if not tier.usable:
-            raise Unavailable("the tier cannot be reached", tier=tier.name)
-        if self._under_way(tier, shards):
-            raise Unavailable("copies are still under way; trying again", tier=tier.name)
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
+        with self._node.catalog.read() as txn:
+            uploads = [upload for shard in shards if (upload := txn.upload(shard.key, tier.name)) is not None]
+        for upload in uploads:  # their records go with the rows
+            await tier.tier.abort_upload(upload.key, upload.upload_id)
         by_id = {session.id: session for session in sessions}
         keys = [shard_key(row.run, row.step, by_id[shard.session_id].session, shard.name) for shard in shards]
         for session in sessions:
@@ -143,7 +154,10 @@ class Retention:
         for begin in range(0, len(keys), DELETES_AT_ONCE):
             await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
 
-    def _under_way(self, tier: MonitoredTier, shards: list[ShardRow]) -> bool:
+    def _under_way(self, tier: MonitoredTier, sessions: list[SessionRow], shards: list[ShardRow]) -> bool:
+        """After the marking neither a copy nor a document is begun any more; those that were have to end first."""
+        if any((tier.name, session.id) in self._node.publishing for session in sessions):
+            return True
         with self._node.catalog.read() as txn:
             return any(
                 (copy := txn.copy(shard.key, tier.name)) is not None and copy.state is CopyState.WRITING for shard in shards
@@ -172,6 +186,10 @@ class Retention:
             await io.run(cache.remove_part_files, session.id, None)
         on_disk = [shard for shard in shards if shard.disk_size]
         await io.run(cache.unlink_many, [cache.shard_path(shard.key) for shard in on_disk])
+        failpoints.hit("delete.files_gone")
+        for shard in shards:
+            for kind in ("lost", "quarantine"):
+                self._node.alarms.pop(f"{kind}-{shard.session_id}-{shard.shard_id}", None)
         for session in sessions:
             await self._node.catalog.write(partial(_drop_session, session.id))
             await io.run(cache.drop_session_dir, session.id)

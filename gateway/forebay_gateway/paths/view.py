@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
-from forebay_gateway.paths.find import describe_missing, is_complete, missing_parts
+from forebay_gateway.paths.find import describe_missing, is_complete, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
 
 
@@ -42,7 +42,7 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
     """The view of a checkpoint, None while it has no session or is being deleted."""
     if row.deleting:
         return None
-    sessions = [session for number in row.session_ids if (session := txn.session(number)) is not None]
+    sessions = sessions_of(txn, row)
     if not sessions:
         return None
     complete = [session for session in sessions if is_complete(txn, session)]
@@ -69,11 +69,11 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
     parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
     rows = list(txn.shards(session.id))
     total = sum(row.size for row in rows)
-    here = sum(row.size for row in rows if row.disk_size)
+    here = sum(row.size for row in rows if row.is_cached)
     if len(parts) < session.writers:
         cache_state = "incomplete"
     else:
-        cache_state = "complete" if all(row.disk_size for row in rows) else "evicted"
+        cache_state = "complete" if all(row.is_cached for row in rows) else "evicted"
     views = [LevelView("cache", cache_state, here, total)]
     for tier in node.tiers.values():
         state = session.publish.get(tier.name)

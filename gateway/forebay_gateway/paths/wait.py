@@ -10,7 +10,7 @@ from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import Incomplete, InvalidArgument, MissingPart, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.paths.commit import complete_at_cache
-from forebay_gateway.paths.find import Finder, describe_missing, missing_parts
+from forebay_gateway.paths.find import Finder, describe_missing, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
 
 LOOK_AGAIN_S = 0.25
@@ -83,10 +83,8 @@ class Waiter:
     def _newest(self, run: str, step: int) -> SessionRow | None:
         with self._node.catalog.read() as txn:
             checkpoint = txn.checkpoint(run, step)
-            if checkpoint is None:
-                return None
-            rows = [txn.session(number) for number in checkpoint.session_ids]
-        return next((row for row in reversed(rows) if row is not None), None)
+            sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
+        return sessions[-1] if sessions else None
 
     async def _elsewhere(self, run: str, step: int, level: str) -> Progress:
         """Not heard of here: it may be written through other gateways."""

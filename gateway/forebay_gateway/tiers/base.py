@@ -141,6 +141,10 @@ class Tier(ABC):
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Give up a recorded multipart upload (or temporary file); gone when it returns, also when it was not there."""
 
+    async def sweep(self, key: str) -> None:
+        """Remove what interrupted writes of `key` left and nobody recorded: multipart uploads of it, and temporary documents
+        of this node beside it. Only for a key that no one writes now."""
+
     @abstractmethod
     async def close(self) -> None:
         """Let go of connections and threads."""

@@ -20,25 +20,32 @@ from forebay_gateway.tiers.throttled import ThrottledTier
 
 
 def open_tier(
-    config: TierConfig, clock: Clock | None = None, meter: TierMeter | None = None, policy: RetryPolicy | None = None
+    config: TierConfig,
+    clock: Clock | None = None,
+    meter: TierMeter | None = None,
+    policy: RetryPolicy | None = None,
+    owner: str = "",
 ) -> Tier:
-    """A tier ready for use; nothing is touched or connected before its first verb. Counts into `meter` where one is given."""
+    """A tier ready for use; nothing is touched or connected before its first verb. Counts into `meter` where one is given.
+
+    `owner` is the node, in the one process of it that writes documents: what it left half-written is known by this name.
+    """
     clock = clock or SystemClock()
-    tier = _bare(config, clock)
+    tier = _bare(config, clock, owner)
     if config.bandwidth is not None or config.iops is not None:
         tier = ThrottledTier(tier, clock, config.bandwidth, config.iops)
     tier = RetryingTier(tier, clock, policy)
     return tier if meter is None else MeteredTier(tier, meter)
 
 
-def _bare(config: TierConfig, clock: Clock) -> Tier:
+def _bare(config: TierConfig, clock: Clock, owner: str) -> Tier:
     match config.kind:
         case "memory":
             return MemoryTier(config.name)
         case "posix":
-            return PosixTier(config.name, Path(config.path), concurrency=config.concurrency, clock=clock)
+            return PosixTier(config.name, Path(config.path), concurrency=config.concurrency, clock=clock, owner=owner)
         case "s3":
-            return S3Tier(config.name, _s3_settings(config), clock=clock)
+            return S3Tier(config.name, _s3_settings(config), clock=clock, owner=owner)
     raise InvalidArgument("no such kind of tier", tier=config.name, kind=config.kind)
 
 

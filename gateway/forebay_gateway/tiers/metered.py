@@ -124,3 +124,7 @@ class MeteredTier(TierWrapper):
     async def abort_upload(self, key: str, upload_id: str) -> None:
         with self.meter.measure("abort_upload"):
             await self.inner.abort_upload(key, upload_id)
+
+    async def sweep(self, key: str) -> None:
+        with self.meter.measure("sweep"):
+            await self.inner.sweep(key)

@@ -17,7 +17,7 @@ import errno
 import functools
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -66,10 +66,14 @@ class PosixTier(Tier):
         metadata_timeout_s: float = 30.0,
         data_timeout_s: float = 120.0,
         lock_ttl_s: float = 60.0,
+        owner: str = "",
     ) -> None:
         super().__init__(name)
         self.root = path
-        self.marker = Marker(name, path, known_id)
+        # Half-written documents bear the node's name, so that its next process knows them ("@" is in no node id).
+        self.temp_tag = f"{owner}@" if owner else ""
+        self._temps: set[str] = set()  # of these, those that are being written now
+        self.marker = Marker(name, path, known_id, self.temp_tag)
         self.direct = direct
         self._clock = clock or SystemClock()
         self._metadata_timeout_s = metadata_timeout_s
@@ -280,7 +284,11 @@ class PosixTier(Tier):
         return await self._run("create" if if_absent else "replace", key, self._put_document, key, path, data, if_absent)
 
     def _put_document(self, key: str, path: Path, data: bytes, if_absent: bool) -> ObjectInfo:
-        temp = self._in_directory(path.parent, lambda: self._written(path.parent, data))
+        with self._temp() as tag:
+            return self._put_temp(key, path, data, if_absent, tag)
+
+    def _put_temp(self, key: str, path: Path, data: bytes, if_absent: bool, tag: str) -> ObjectInfo:
+        temp = self._in_directory(path.parent, lambda: self._written(path.parent, data, tag))
         try:
             info = _info(key, temp.stat())
             if not if_absent:
@@ -295,9 +303,19 @@ class PosixTier(Tier):
         durable.sync_dir(path.parent)
         return info
 
-    def _written(self, directory: Path, data: bytes) -> Path:
+    @contextlib.contextmanager
+    def _temp(self) -> Iterator[str]:
+        """The tag of a temporary document's name, which is not swept meanwhile."""
+        tag = f"{self.temp_tag}{secrets.token_hex(8)}"
+        self._temps.add(tag)
+        try:
+            yield tag
+        finally:
+            self._temps.discard(tag)
+
+    def _written(self, directory: Path, data: bytes, tag: str) -> Path:
         """A temporary file that is durable and was read back from the disk."""
-        temp = durable.write_temp(directory, data, secrets.token_hex(8))
+        temp = durable.write_temp(directory, data, tag)
         file = OpenFile(temp, os.O_RDONLY, self.direct)
         try:
             file.open()
@@ -343,7 +361,10 @@ class PosixTier(Tier):
                 raise AlreadyExists("the file has another version", tier=self.name, key=key)
         finally:
             file.close()
-        temp = self._written(path.parent, data)
+        with self._temp() as tag:
+            return self._replace_temp(key, path, self._written(path.parent, data, tag), lock)
+
+    def _replace_temp(self, key: str, path: Path, temp: Path, lock: HeldLock) -> ObjectInfo:
         try:
             info = _info(key, temp.stat())
             if not lock.is_safe(self._clock):
@@ -428,12 +449,13 @@ class PosixTier(Tier):
         await self._run("link", key, self._point, self._path(key), target)
 
     def _point(self, path: Path, target: str) -> None:
-        temp = path.parent / f"{durable.TEMP_PREFIX}{secrets.token_hex(8)}"
-        self._in_directory(path.parent, lambda: temp.symlink_to(target))
-        try:
-            os.replace(temp, path)
-        finally:
-            temp.unlink(missing_ok=True)
+        with self._temp() as tag:
+            temp = path.parent / f"{durable.TEMP_PREFIX}{tag}"
+            self._in_directory(path.parent, lambda: temp.symlink_to(target))
+            try:
+                os.replace(temp, path)
+            finally:
+                temp.unlink(missing_ok=True)
         durable.sync_dir(path.parent)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
@@ -441,6 +463,20 @@ class PosixTier(Tier):
             raise InvalidArgument("not the name of a temporary file", tier=self.name, key=key, upload_id=upload_id)
         with contextlib.suppress(NotFound):
             await self._run("delete", key, self._remove, self._path(key).parent / upload_id)
+
+    async def sweep(self, key: str) -> None:
+        if self.temp_tag:
+            with contextlib.suppress(NotFound):
+                await self._run("sweep", key, self._sweep, self._path(key).parent)
+
+    def _sweep(self, directory: Path) -> None:
+        self._check_root()
+        mine = f"{durable.TEMP_PREFIX}{self.temp_tag}"
+        with _entries(directory) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith(mine)]
+        for name in names:
+            if name.removeprefix(durable.TEMP_PREFIX) not in self._temps:
+                (directory / name).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Threads end when their last act does; one that hangs in a mount is not waited for."""

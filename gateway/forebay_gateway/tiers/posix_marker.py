@@ -20,11 +20,12 @@ _EMPTY_ENOUGH = frozenset({CONTROL_DIR, "lost+found", ".snapshot"})
 class Marker:
     """`id` is None until the marker was first seen; from then on only the same one counts."""
 
-    def __init__(self, tier: str, root: Path, known_id: str | None = None) -> None:
+    def __init__(self, tier: str, root: Path, known_id: str | None = None, temp_tag: str = "") -> None:
         self._tier = tier
         self._root = root
         self._path = root / CONTROL_DIR / _NAME
         self.id = known_id
+        self._temp_tag = temp_tag
 
     def check(self) -> None:
         """Raise Unavailable unless the root is there with its marker."""
@@ -72,4 +73,4 @@ class Marker:
         durable.make_dirs(self._path.parent, self._root)
         body = json.dumps({"format": "forebay.tier", "version": 1, "id": secrets.token_hex(8)}).encode()
         with contextlib.suppress(FileExistsError):  # another gateway was faster; its marker is as good
-            durable.create_file(self._path, body, secrets.token_hex(8))
+            durable.create_file(self._path, body, f"{self._temp_tag}{secrets.token_hex(8)}")

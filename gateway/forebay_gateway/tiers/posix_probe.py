@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 async def probe(tier: "PosixTier") -> Capabilities:
     """Raises what the first failing round trip raised; a missing extra only clears its flag."""
-    directory = f"{CONTROL_DIR}/probe/{secrets.token_hex(8)}"
+    directory = f"{CONTROL_DIR}/probe/{tier.temp_tag.rstrip('@') or secrets.token_hex(8)}"
     key, link = f"{directory}/document", f"{directory}/link"
     notes = {"marker": tier.marker.id or ""}
     data = secrets.token_bytes(5000)
+    if tier.temp_tag:  # what an earlier process of this node left when it was killed in the middle of its probe
+        await tier.sweep(f"{CONTROL_DIR}/tier.json")
+        await tier.sweep(key)
+        await tier.delete(f"{directory}/created")
     try:
         await tier.put_small(key, data)
         if (await tier.get_small(key))[0] != data:

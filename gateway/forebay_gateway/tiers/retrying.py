@@ -154,3 +154,6 @@ class RetryingTier(TierWrapper):
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await self._run(lambda: self.inner.abort_upload(key, upload_id))
+
+    async def sweep(self, key: str) -> None:
+        await self._run(lambda: self.inner.sweep(key))

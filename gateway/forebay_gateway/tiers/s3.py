@@ -25,7 +25,7 @@ from forebay_gateway.tiers.s3_body import Body
 from forebay_gateway.tiers.s3_client import S3Client, S3Settings
 from forebay_gateway.tiers.s3_errors import code_of
 from forebay_gateway.tiers.s3_limit import AdaptiveLimit
-from forebay_gateway.tiers.s3_multipart import Upload, abort, encode_crc, full_object_crc, part_size
+from forebay_gateway.tiers.s3_multipart import Upload, abort, encode_crc, full_object_crc, part_size, sweep_uploads
 from forebay_gateway.tiers.s3_probe import PUT_CHECKSUM, probe
 from forebay_wire.checksums import crc32c
 
@@ -39,13 +39,14 @@ class S3Tier(Tier):
 
     kind: ClassVar[str] = "s3"
 
-    def __init__(self, name: str, settings: S3Settings, *, clock: Clock | None = None) -> None:
+    def __init__(self, name: str, settings: S3Settings, *, clock: Clock | None = None, owner: str = "") -> None:
         super().__init__(name)
+        self._owner = owner
         self.client = S3Client(name, settings, clock or SystemClock())
         self._limit = AdaptiveLimit(settings.concurrency, self.client.clock)
 
     async def probe(self) -> Capabilities:
-        self.capabilities = await probe(self.client)
+        self.capabilities = await probe(self.client, self._owner)
         return self.capabilities
 
     def _proved(self, what: str) -> bool:
@@ -210,6 +211,10 @@ class S3Tier(Tier):
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await abort(self.client, key, upload_id)
+
+    async def sweep(self, key: str) -> None:
+        if self._multipart():
+            await sweep_uploads(self.client, key)
 
     async def close(self) -> None:
         """Close all connections."""

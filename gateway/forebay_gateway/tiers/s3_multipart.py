@@ -187,3 +187,18 @@ async def abort(client: S3Client, key: str, upload_id: str) -> None:
     except ForebayError as error:
         if code_of(error.__cause__) != "NoSuchUpload":
             raise
+
+
+async def sweep_uploads(client: S3Client, key: str) -> None:
+    """Give up every upload of this key; none is there when it returns."""
+    wanted = client.object_key(key)
+    markers: dict[str, Any] = {}
+    while True:
+        # Prefix is all one can ask for: the answer also names uploads of longer keys.
+        answer = await client.call("list_multipart_uploads", Prefix=wanted, **markers)
+        for upload in answer.get("Uploads", ()):
+            if upload["Key"] == wanted:
+                await abort(client, key, upload["UploadId"])
+        markers = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
+        if not answer.get("IsTruncated") or not all(markers.values()):
+            return

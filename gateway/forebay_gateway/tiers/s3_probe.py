@@ -14,7 +14,7 @@ from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.s3_body import Body
 from forebay_gateway.tiers.s3_client import S3Client
 from forebay_gateway.tiers.s3_errors import clock_skew_s
-from forebay_gateway.tiers.s3_multipart import MAX_PARTS, MIN_PART_BYTES, abort, encode_crc, full_object_crc
+from forebay_gateway.tiers.s3_multipart import MAX_PARTS, MIN_PART_BYTES, abort, encode_crc, full_object_crc, sweep_uploads
 from forebay_wire.checksums import crc32c
 
 # In Capabilities.notes where the store refuses a single put whose CRC32C is wrong.
@@ -46,10 +46,13 @@ class _Trial:
         return await self.client.receive(key, answer, 1 << 20)
 
 
-async def probe(client: S3Client) -> Capabilities:
+async def probe(client: S3Client, owner: str = "") -> Capabilities:
     """Raises Unavailable where the store is away, PermissionDenied for a wrong key, InvalidArgument for a wrong bucket."""
     skew_s = await _reach(client)
     trial = _Trial(client)
+    if owner:  # what an earlier process of this node left when it was killed in the middle of its probe
+        trial.directory = f"{CONTROL_DIR}/probe/{owner}"
+        await _clean_earlier(trial)
     try:
         document = trial.key("document")
         etag = await _round_trip(trial, document)
@@ -197,6 +200,17 @@ async def _complete(trial: _Trial, key: str, upload: str, parts: list[dict[str, 
         return True
     trial.notes["no_server_checksum"] = "the full object's CRC32C is not shown, or not with its type"
     return False
+
+
+async def _clean_earlier(trial: _Trial) -> None:
+    client, prefix = trial.client, trial.client.object_prefix(trial.directory)
+    skip = len(client.object_prefix(""))
+    answer = await client.call("list_objects_v2", Prefix=prefix)
+    for entry in answer.get("Contents", ()):
+        await client.call("delete_object", entry["Key"][skip:])
+    for full_crc in (True, False):
+        with contextlib.suppress(ForebayError):  # a store without multipart uploads has none left behind
+            await sweep_uploads(client, f"{trial.directory}/parts-{full_crc}")
 
 
 async def _clean(trial: _Trial) -> None:

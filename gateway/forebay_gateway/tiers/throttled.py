@@ -14,6 +14,7 @@ _PLAIN = PutOptions()
 
 # Waits are cut into slices, so that a large debt never becomes one sleep that outlives a changed situation.
 _SLICE_S = 0.5
+_SLEEP_S_MIN = 0.001  # a rest that rounding leaves of a debt
 _BURST_S = 0.25
 
 
@@ -38,7 +39,7 @@ class TokenBucket:
         """Wait until the bucket is not in debt, then take."""
         self._refill()
         while self._tokens < 0:
-            await self._clock.sleep(min(_SLICE_S, -self._tokens / self._rate))
+            await self._clock.sleep(min(_SLICE_S, max(_SLEEP_S_MIN, -self._tokens / self._rate)))
             self._refill()
         self._tokens -= tokens
 
@@ -118,3 +119,7 @@ class ThrottledTier(TierWrapper):
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await self._admit()
         await self.inner.abort_upload(key, upload_id)
+
+    async def sweep(self, key: str) -> None:
+        await self._admit()
+        await self.inner.sweep(key)

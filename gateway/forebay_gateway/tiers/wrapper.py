@@ -65,6 +65,9 @@ class TierWrapper(Tier):
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await self.inner.abort_upload(key, upload_id)
 
+    async def sweep(self, key: str) -> None:
+        await self.inner.sweep(key)
+
     async def close(self) -> None:
         await self.inner.close()
 
