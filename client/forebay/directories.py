@@ -134,6 +134,7 @@ class Target:
     inside is followed, whoever puts one there and when."""
 
     def __init__(self, path: Path, durable: bool) -> None:
+        self._made = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
         self._durable = durable
         self._lock = threading.Lock()
@@ -165,6 +166,7 @@ class Target:
     def publish(self) -> None:
         """Give every file its name. Until here nothing that was there before has changed."""
         self._created.clear()
+        self._made.clear()
         while self._pending:
             pending = self._pending[-1]
             try:
@@ -188,6 +190,9 @@ class Target:
         for descriptor in self._directories.values():
             os.close(descriptor)
         self._directories.clear()
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
     def _directory(self, relative: str) -> int:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Any
 
 from forebay.connection import CALL_TIMEOUT_S, Connection
 from forebay.convert import record
-from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument
+from forebay.errors import AlreadyExists, DeadlineExceeded, ForebayError, InvalidArgument
 from forebay.lanes import stream
 from forebay.retry import RetryPolicy
 from forebay.sources import Source, source_of
@@ -153,6 +153,8 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.abort()
+        except AlreadyExists:
+            pass  # the part is committed: by an earlier try of this session, or by a commit whose answer was lost
         except ForebayError as failure:
             _log.warning("the abort did not reach the gateway, which drops the part by itself later: %s", failure)
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from forebay_gateway.base.tasks import Crew, Worker
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
-from forebay_gateway.core.config import Config
+from forebay_gateway.core.config import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
@@ -42,6 +42,7 @@ from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
 from forebay_gateway.rpc.gateway_service import GatewayService, Paths
+from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.frames import MAX_MESSAGE_BYTES
@@ -73,6 +74,7 @@ class Gateway:
         self._source = source
         self._crew = Crew()
         self._server: grpc.aio.Server | None = None
+        self._sockets: list[Path] = []
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -162,6 +164,8 @@ class Gateway:
         assert self._server is not None
         for address in self.node.config.node.listen:
             await _bind(self._server, address)
+            if (path := socket_path(address)) is not None:
+                self._sockets.append(path)
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -185,7 +189,8 @@ class Gateway:
         await node.catalog.close()
         node.io.close()
         node.cache.release()
-        _remove_sockets(node.config.node.listen)
+        for path in self._sockets:  # those of our own: a start that was refused leaves another gateway's alone
+            path.unlink(missing_ok=True)
 
 
 async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseException], None]) -> Node:
@@ -200,14 +205,18 @@ async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseExcepti
         with catalog.read() as txn:
             used = txn.totals().used
             held = {name for name in names if txn.setting(held_setting(name))}
+            roots = {tier.name: txn.setting(root_setting(tier)) for tier in config.tiers}
     except BaseException:
         io.close()
         cache.release()
         raise
     tiers = {}
     for tier_config in config.tiers:
-        tier = MonitoredTier(open_tier(tier_config, owner=config.node.id), required=tier_config.required, clock=clock)
+        root = roots[tier_config.name]
+        opened = open_tier(tier_config, owner=config.node.id, known_root=None if root is None else root.decode())
+        tier = MonitoredTier(opened, required=tier_config.required, clock=clock)
         tier.held = tier.name in held
+        tier.after_probe = partial(_remember_root, catalog, tier_config)
         tiers[tier.name] = tier
     setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = Budget(
@@ -230,6 +239,18 @@ async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseExcepti
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
     )
+
+
+def root_setting(tier: TierConfig) -> str:
+    """Under which name the catalog keeps the mark of a tier's root."""
+    return f"root:{tier.name}:{tier.path}"
+
+
+async def _remember_root(catalog: Catalog, tier: TierConfig, proved: Capabilities) -> None:
+    """So that after a restart an unmounted, empty directory is not taken for the tier."""
+    mark = proved.notes.get("marker")
+    if mark is not None:
+        await catalog.write(lambda txn: txn.set_setting(root_setting(tier), mark.encode()))
 
 
 def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
@@ -255,6 +276,7 @@ async def _bind(server: grpc.aio.Server, address: str) -> None:
         target = f"unix:{path}"
     else:
         target = address
+        await asyncio.to_thread(_check_port, address)
     try:
         server.add_insecure_port(target)
     except RuntimeError as error:
@@ -268,6 +290,20 @@ def socket_path(address: str) -> Path | None:
     if address.startswith("unix:"):
         return Path("/" + address.removeprefix("unix:").lstrip("/"))
     return None
+
+
+def _check_port(address: str) -> None:
+    """Raise StartupError where the port cannot be had. gRPC would write a record of its own besides, and not say why."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                probe.bind(place)
+                probe.listen()
+    except OSError as error:
+        raise StartupError(f"cannot listen on {address}: {error.strerror}; choose another in node.listen") from error
 
 
 def _claim_socket(path: Path) -> None:
@@ -286,9 +322,3 @@ def _claim_socket(path: Path) -> None:
         except OSError as error:
             raise StartupError(f"cannot use the socket {path}: {error}") from error
     raise StartupError(f"another gateway serves {path}; stop it or choose another node.listen")
-
-
-def _remove_sockets(addresses: Iterable[str]) -> None:
-    for address in addresses:
-        if (path := socket_path(address)) is not None:
-            path.unlink(missing_ok=True)

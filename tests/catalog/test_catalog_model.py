@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from catalog.kit import SMALL, TIERS, entry, manifest, sealed
 from forebay_gateway.catalog import Catalog, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt
-from forebay_gateway.core.records import CopyRow, ShardKey, TierTotals, Totals
+from forebay_gateway.core.records import CopyRow, ShardKey, ShardRow, TierTotals, Totals
 from forebay_gateway.core.states import (
     COPY_TABLE,
     SHARD_TABLE,
@@ -134,6 +134,19 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         key = self.pick(data, self.shards)
         row = self.shards[key]
         event = self.mostly_legal(data, SHARD_TABLE, row.state, any_event)
+        self.move(row, event)
+
+    @precondition(lambda self: self.shards)
+    @rule(data=st.data())
+    def round_trip(self, data: st.DataObject) -> None:
+        """Out of the cache and in again, from wherever the shard stands on that way."""
+        key = self.pick(data, self.shards)
+        for event in (ShardEvent.ALL_VERIFIED, ShardEvent.EVICT, ShardEvent.UNLINKED, ShardEvent.FETCHED):
+            if (self.shards[key].state, event) in SHARD_TABLE:
+                self.move(self.shards[key], event)
+
+    def move(self, row: ShardRow, event: ShardEvent) -> None:
+        key = row.key
         after = SHARD_TABLE.get((row.state, event))
         size = 4096 if event is ShardEvent.FETCHED else None
         if after is None:
@@ -295,4 +308,4 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
 
 TestCatalogAgainstModel = CatalogAgainstModel.TestCase
-TestCatalogAgainstModel.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestCatalogAgainstModel.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

@@ -103,6 +103,10 @@ async def test_evictable_goes_by_commit_and_by_fetch(catalog: Catalog) -> None:
         await catalog.write(lambda txn, event=event, size=size: txn.shard_event(first, event, disk_size=size))
     with catalog.read() as txn:  # what was just fetched is not the next to go
         assert [row.key for row in txn.evictable()] == [second, first]
+    for event in (ShardEvent.EVICT, ShardEvent.UNLINKED):
+        await catalog.write(lambda txn, event=event: txn.shard_event(first, event))
+    with catalog.read() as txn:
+        assert dump(txn)["fetched"] == {}
 
 
 async def test_adopting_a_manifest_makes_it_restorable(catalog: Catalog) -> None:

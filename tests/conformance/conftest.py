@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conformance.tier_kit import decorated, open_bare
+from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.tiers.base import Capabilities, Tier
-from servers import SeaweedFS
 
 KINDS = ("memory", "posix", "posix-buffered", "s3")
 

@@ -146,6 +146,22 @@ async def test_lost_answer_is_not_taken_for_anothers_success() -> None:
     assert isinstance(task.exception(), AlreadyExists)
 
 
+async def test_write_that_lands_after_the_look_is_still_our_own() -> None:
+    """The request was given up, was not seen to have landed, and then it lands: the next attempt meets its own data."""
+
+    class Late(Failing):
+        async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
+            if self.calls == 1:
+                await MemoryTier("m", self.store).put_small(key, data)
+            return await super().put_small(key, data, if_absent=if_absent, if_match=if_match)
+
+    clock = FakeClock()
+    tier = Late(Unavailable("timed out"))
+    task = asyncio.create_task(_retrying(tier, clock).put_small("x", b"new", if_absent=True))
+    await _run_out(clock, task)
+    assert (tier.calls, task.result().size) == (2, 3)
+
+
 async def test_bandwidth_paces_what_is_sent_and_not_what_is_read() -> None:
     clock = FakeClock()
     tier = ThrottledTier(MemoryTier("m"), clock, bandwidth=10 * CHUNK)

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.memory import MemoryTier
@@ -15,7 +16,6 @@ from forebay_gateway.tiers.s3 import S3Tier
 from forebay_gateway.tiers.s3_client import S3Settings
 from forebay_gateway.tiers.throttled import ThrottledTier
 from forebay_wire.checksums import crc32c
-from servers import SeaweedFS
 
 CHUNK = 64 << 10
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crash.kit import Bench
-from servers import SeaweedFS
+from forebay.demo.seaweedfs import SeaweedFS
 
 _numbers = itertools.count(1)
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from forebay import Checkpoint, Client, ForebayError, NotFound
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
+from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.catalog import Catalog, ReadTxn, WriteTxn
 from forebay_gateway.core.layout import step_dir
 from forebay_gateway.core.records import ShardKey
 from forebay_wire.checksums import crc32c
-from servers import SeaweedFS
 
 NODE = "a"
 TIERS = ("pfs", "object")
 RUN = "team/run"
-LARGE, MIDDLE, SMALL = (11 << 20) + 4097, (2 << 20) + 1, 5000  # on S3: three parts, one request, one request
+LARGE, MIDDLE, SMALL = (6 << 20) + 4097, (2 << 20) + 1, 5000  # on S3: two parts, one request, one request
 TEMP = ".forebay-tmp-"
 
 
@@ -122,7 +122,7 @@ class Bench:
             assert data == content((step, name), size)
 
     def checkpoint(self, client: Client, step: int) -> Checkpoint | None:
-        return next((found for found in client.checkpoints(RUN) if found.step == step), None)
+        return next((found for found in listed(client) if found.step == step), None)
 
     # -- what a restart must find --------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Bench:
         """Promised checkpoints are complete, and only such are complete whose commit was at least asked for."""
         promised, attempted = set(self.log.promised), self.log.attempted
         with self.client() as client:
-            complete = {found.step for found in client.checkpoints(RUN) if found.complete}
+            complete = {found.step for found in listed(client) if found.complete}
             latest = client.latest(RUN)
         gone = self.log.deleting
         assert promised - gone <= complete, f"a promised checkpoint is not there: {promised - gone - complete}"
@@ -146,7 +146,9 @@ class Bench:
                     self.compare(client, step, source)
             self.check_queue_empty(client)
             assert client.latest(RUN) == max(steps)
-            assert [found.step for found in client.checkpoints(RUN)] == sorted(steps)
+            assert [found.step for found in listed(client)] == sorted(steps)
+            wanted = {step_dir(RUN, step) for step in steps}
+            until(lambda: self.steps_on_tiers() == wanted, "what was deleted is gone")
         assert self.gateway.terminate() == 0
         self.check_disk()
         self.check_tiers(steps)
@@ -217,6 +219,10 @@ class Bench:
                 shards -= mine
             assert shards == set()
 
+    def steps_on_tiers(self) -> set[str]:
+        names = self.files_on_pfs() | self.objects()
+        return {"/".join(name.split("/")[:3]) for name in names if not name.startswith(".forebay/")}
+
     def files_on_pfs(self) -> set[str]:
         return {str(path.relative_to(self.pfs)) for path in self.pfs.rglob("*") if path.is_file() and not path.is_symlink()} - {
             str(path.relative_to(self.pfs)) for path in self.pfs.rglob("current/**/*")
@@ -260,16 +266,12 @@ class Job(threading.Thread):
         assert not self.is_alive(), "the job does not end"
 
 
-def wait_ready_or_dead(gateway: GatewayProcess) -> bool:
-    """False where it died while starting."""
+def listed(client: Client) -> list[Checkpoint]:
+    """The run's checkpoints, none where nobody has heard of the run."""
     try:
-        gateway.wait_ready()
-    except RuntimeError:
-        assert gateway.process is not None
-        if gateway.process.poll() is None:
-            raise
-        return False
-    return True
+        return client.checkpoints(RUN)
+    except NotFound:
+        return []
 
 
 def movers_died(client: Client) -> int:

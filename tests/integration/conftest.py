@@ -1,15 +1,19 @@
-"""Gateways as processes, and one real S3 server for the session with a prefix for each test."""
+"""Gateways as processes, and one real S3 server for the session with a prefix of its own for each that asks.
 
+Starting a pair of gateways with its movers costs seconds, so tests that kill nothing share one (`pair`) and have a run each.
+"""
+
+import contextlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 
-from integration.kit import SMALL_CHUNKS
-from servers import SeaweedFS
+from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
+from forebay.demo.seaweedfs import SeaweedFS
+from integration.kit import SMALL_CHUNKS, Cluster, Job
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +63,59 @@ class Bucket:
     def close(self) -> None:
         """End the connections."""
         self._client.close()
+
+
+@contextlib.contextmanager
+def cluster_below(directory: Path, server: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
+    """Two gateways with a POSIX tier and an S3 tier, all of their movers running."""
+    bucket = Bucket(server, uuid.uuid4().hex[:12])
+    root = directory / "pfs"
+    root.mkdir()
+    tiers = [posix_tier(root), bucket.tier()]
+    a, b = (
+        GatewayProcess(directory, node, tiers, cache_keys=SMALL_CHUNKS, environment=server.environment) for node in ("a", "b")
+    )
+    try:
+        a.start(ready=False)
+        b.start()
+        a.wait_ready()
+        warm_up(a, b, directory / "warm")
+        yield Cluster(a, b, root, bucket)
+    finally:
+        for gateway in (a, b):
+            gateway.close()
+        bucket.close()
+    for gateway in (a, b):
+        assert_clean_log(gateway)
+
+
+def warm_up(a: GatewayProcess, b: GatewayProcess, target: Path) -> None:
+    """A first job through both, so that no later test is the one that starts a mover."""
+    job = Job(run="warm", writers=2)
+    job.save_all((a, b))
+    for gateway in (a, b):
+        job.wait(gateway)
+        job.assert_restores(gateway, target / gateway.node)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory, seaweed: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
+    """Shared by all tests that kill nothing."""
+    with cluster_below(tmp_path_factory.mktemp("pair"), seaweed) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def doomed(tmp_path: Path, seaweed: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
+    """A pair for one test alone, which may do with it what it likes."""
+    with cluster_below(tmp_path, seaweed) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Job:
+    """A job whose run no other test has."""
+    return Job(run=f"team/{uuid.uuid4().hex[:8]}")
 
 
 class MakeGateway(Protocol):

@@ -8,20 +8,23 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-import forebay
 import grpc
 import psutil
+
+import forebay
 from forebay.connection import CHANNEL_OPTIONS
 from forebay.demo.gateways import GatewayProcess
 from forebay.errors import ForebayError, from_rpc
-
 from forebay_wire import frames
 from forebay_wire.checksums import crc32c
+from forebay_wire.names import session8
 from forebay_wire.v1 import gateway_pb2 as pb
 
 CHUNK = 64 << 10
@@ -30,6 +33,7 @@ PATIENCE_S = 30.0
 
 Shards = Mapping[str, bytes]
 _Value = TypeVar("_Value")
+_Bucket = TypeVar("_Bucket")
 
 
 def eventually(look: Callable[[], _Value], wanted: Callable[[_Value], bool] = bool, within_s: float = PATIENCE_S) -> _Value:
@@ -46,6 +50,19 @@ def eventually(look: Callable[[], _Value], wanted: Callable[[_Value], bool] = bo
 def some_bytes(size: int, seed: object) -> bytes:
     """Reproducible, incompressible bytes."""
     return random.Random(repr(seed)).randbytes(size)
+
+
+@dataclass(frozen=True)
+class Cluster(Generic[_Bucket]):
+    """Two nodes that share a directory and a bucket."""
+
+    a: GatewayProcess
+    b: GatewayProcess
+    root: Path
+    bucket: _Bucket
+
+    def __iter__(self) -> Iterator[GatewayProcess]:
+        return iter((self.a, self.b))
 
 
 @dataclass
@@ -76,6 +93,15 @@ class Job:
         """All shards of all writers."""
         return {name: data for writer in range(self.writers) for name, data in self.shards(writer).items()}
 
+    @property
+    def directory(self) -> str:
+        """The step's directory on a tier."""
+        return f"{self.run}/step-{self.step:012d}"
+
+    def key(self, name: str) -> str:
+        """A shard's key on a tier."""
+        return f"{self.directory}/{session8(self.session)}/{name}"
+
     def save(self, gateway: GatewayProcess, writer: int, **commit: Any) -> None:
         """One writer's part, put and committed."""
         with forebay.Client(gateway.address) as client, self.part(client, writer) as part:
@@ -89,9 +115,17 @@ class Job:
         """The writer's open part."""
         return client.checkpoint(self.run, self.step, self.writers, writer, self.session)
 
-    def save_all(self, gateways: Sequence[GatewayProcess]) -> None:
+    def save_all(self, gateways: Iterable[GatewayProcess]) -> None:
         """Every writer at once, dealt over the gateways."""
-        together([lambda w=w: self.save(gateways[w % len(gateways)], w) for w in range(self.writers)])
+        dealt = zip(range(self.writers), cycle(gateways), strict=False)
+        together([partial(self.save, gateway, writer) for writer, gateway in dealt])
+
+    def save_and_wait(self, gateways: Iterable[GatewayProcess], level: str = "all") -> None:
+        """Saved, and complete at the level as each gateway sees it."""
+        gateways = list(gateways)
+        self.save_all(gateways)
+        for gateway in gateways:
+            self.wait(gateway, level)
 
     def wait(self, gateway: GatewayProcess, level: str = "all", timeout: float = 60.0) -> None:
         """Until the checkpoint is complete at the level."""
@@ -191,6 +225,7 @@ class Raw:
         options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", message_bytes_max)]
         self.channel = grpc.insecure_channel(f"unix:{gateway.socket}", options=options)
         self._put = self.channel.stream_stream("/forebay.v1.Gateway/PutShard")
+        self.call("GetPressure", pb.GetPressureRequest(), pb.Pressure)  # connected from here on
 
     def put(self, messages: Iterable[bytes]) -> pb.Receipt:
         """Send all, then half-close; the receipt."""

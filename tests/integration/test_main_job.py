@@ -2,43 +2,37 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-import forebay
 import pytest
-from forebay.demo.gateways import GatewayProcess, posix_tier
-from forebay.errors import Corrupt
 
+import forebay
+from forebay.demo.gateways import GatewayProcess
+from forebay.errors import Corrupt
 from forebay_wire.manifest import Manifest, PartRecord
 from forebay_wire.names import session8
-from integration.conftest import Bucket, MakeGateway
-from integration.kit import CHUNK, Job, assert_clear, assert_refused, cache_file_of, eventually, files_below, flip_byte, some_bytes
+from integration.conftest import Bucket
+from integration.kit import (
+    CHUNK,
+    Cluster,
+    Job,
+    assert_clear,
+    assert_refused,
+    cache_file_of,
+    eventually,
+    files_below,
+    flip_byte,
+    some_bytes,
+)
 
-Pair = tuple[GatewayProcess, GatewayProcess]
-
-
-@pytest.fixture
-def job() -> Job:
-    return Job()
-
-
-@pytest.fixture
-def pair(make: MakeGateway, root: Path, bucket: Bucket) -> Pair:
-    """Two nodes that share both tiers."""
-    tiers = [posix_tier(root), bucket.tier()]
-    a, b = make("a", tiers), make("b", tiers)
-    a.start(ready=False)
-    b.start()
-    a.wait_ready()
-    return a, b
+Pair = Cluster[Bucket]
 
 
 @pytest.fixture
 def saved(pair: Pair, job: Job) -> Pair:
-    """Writers 0 and 2 through A, writer 1 through B; complete on both tiers."""
-    job.save_all(pair)
-    for gateway in pair:
-        job.wait(gateway)
+    """Writers 0 and 2 through A, writer 1 through B; complete on both tiers. B has nothing of A's in its cache."""
+    job.save_and_wait(pair)
     return pair
 
 
@@ -48,13 +42,15 @@ def lose(gateway: GatewayProcess) -> None:
     gateway.wipe()
 
 
-def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: Path, root: Path, bucket: Bucket) -> None:
+def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: Path) -> None:
     a, b = pair
+    root, bucket = pair.root / job.run, pair.bucket
     job.save(a, 0)
     job.save(b, 1)
     with forebay.Client(a.address) as client:
-        # Until both parts lie on both tiers there could be an excuse; from then on only writer 2 is missing.
-        eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: pending == [0, 0])
+        # Until both parts lie on both tiers there could be an excuse; from then on only writer 2 is missing. What waits still
+        # is `.metadata`, which readers take for the sign of completeness.
+        eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: pending == [1, 1])
     for gateway in pair:
         with forebay.Client(gateway.address) as client:
             eventually(lambda c=client: [m.writer for m in c.describe(job.run, job.step).missing], lambda found: found == [2])
@@ -64,7 +60,7 @@ def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: P
             with pytest.raises(forebay.Incomplete, match=r"writer 2") as caught:
                 client.restore_dir(job.run, job.step, tmp_path / "never")
             assert [missing.writer for missing in caught.value.missing] == [2]
-            assert [run.latest_step for run in client.runs()] == [None]
+            assert [run.latest_step for run in client.runs() if run.run == job.run] == [None]
         assert not (tmp_path / "never").exists()
         assert_refused(gateway.cli("restore", job.run, "latest", str(tmp_path / "never"), check=False), 3, "no complete")
         assert_refused(gateway.cli("restore", job.run, "7", str(tmp_path / "never"), check=False), 4, "writer 2")
@@ -79,7 +75,8 @@ def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: P
         told = json.loads(gateway.cli("info", job.run, "7", "--json").stdout)
         assert told["missing"] == [{"writer": 2, "shards": [], "state": "absent"}]
     assert not list(root.rglob("manifest.json"))
-    assert not [key for key in bucket.keys() if key.endswith("manifest.json")]
+    assert not list(root.rglob(".metadata"))
+    assert not [key for key in bucket.keys(job.run) if key.endswith(("manifest.json", "/.metadata"))]
 
     job.save(a, 2)
     for gateway in pair:
@@ -91,8 +88,8 @@ def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: P
     job.assert_restores(b, tmp_path / "restored")
 
 
-def test_plain_files_and_objects_come_out(saved: Pair, job: Job, root: Path, bucket: Bucket) -> None:
-    directory = f"{job.run}/step-000000000007"
+def test_plain_files_and_objects_come_out(saved: Pair, job: Job) -> None:
+    root, bucket, directory = saved.root, saved.bucket, job.directory
     inner = f"{directory}/{session8(job.session)}"
     assert (root / directory / "current").readlink() == Path(session8(job.session))
     plain = files_below(root / inner)
@@ -117,34 +114,32 @@ def test_plain_files_and_objects_come_out(saved: Pair, job: Job, root: Path, buc
             assert {entry.name for entry in record.shards} == set(job.shards(writer))
 
 
-def test_the_other_node_restores_from_each_tier_alone(saved: Pair, job: Job, root: Path, tmp_path: Path) -> None:
-    a, b = saved
+def test_nodes_and_then_the_posix_tier_are_lost(doomed: Pair, job: Job, tmp_path: Path) -> None:
+    a, b = doomed
+    later = replace(job, step=8)
+    job.save_and_wait(doomed)
+    later.save_and_wait(doomed)
     lose(a)
     job.assert_restores(b, tmp_path / "pfs-alone", "pfs")
     job.assert_restores(b, tmp_path / "object-alone", "object")
     job.assert_restores(b, tmp_path / "nearest")
     assert set(job.copies(b)["rank0/model.bin"].values()) == {"evictable", "verified"}  # fetched into B's cache
-    job.assert_restores(b, tmp_path / "again", "cache")
+    job.assert_restores(b, tmp_path / "cache", "cache")
 
-
-def test_node_and_posix_tier_are_lost(saved: Pair, job: Job, root: Path, tmp_path: Path) -> None:
-    a, b = saved
-    # B has heard of the checkpoint from the POSIX tier before that goes away.
-    assert "complete" in b.cli("info", job.run, "7").stdout
-    lose(a)
-    shutil.rmtree(root)
+    # B has heard of the later step from the POSIX tier alone; then that goes away.
+    assert "complete" in b.cli("info", job.run, "8").stdout
+    shutil.rmtree(doomed.root)
     with forebay.Client(b.address) as client:
-        assert client.latest(job.run) == 7
-    job.assert_restores(b, tmp_path / "restored")
+        assert client.latest(job.run) == 8
+    later.assert_restores(b, tmp_path / "posix-lost")
+    assert later.copies(b)["rank0/model.bin"]["cache"] == "evictable"  # by a mover, not through the front
 
-
-def test_a_node_that_never_saw_the_job_restores_it(saved: Pair, job: Job, root: Path, bucket: Bucket, make: MakeGateway, tmp_path: Path) -> None:
-    for gateway in saved:
-        lose(gateway)
-    c = make("c", [posix_tier(root), bucket.tier()]).start()
-    with forebay.Client(c.address) as client:
-        eventually(lambda: {tier.state for tier in client.status().tiers}, lambda states: states == {"ok"})
-    job.assert_restores(c, tmp_path / "restored")
+    # A node that never saw the job.
+    lose(b)
+    a.start()
+    with forebay.Client(a.address) as client:
+        eventually(lambda: {tier.name: tier.state for tier in client.status().tiers}["object"], lambda state: state == "ok")
+    job.assert_restores(a, tmp_path / "fresh")
 
 
 @pytest.mark.parametrize("away", ["own cache", "other cache"])
@@ -165,13 +160,10 @@ def test_any_byte_range_is_served(saved: Pair, job: Job, away: str) -> None:
             reader.read(name, len(data), 1)
 
 
-def test_damage_on_the_posix_tier_is_passed_over_in_the_middle_of_a_shard(
-    saved: Pair, job: Job, root: Path, tmp_path: Path
-) -> None:
-    a, b = saved
-    lose(a)
+def test_damage_on_the_posix_tier_is_passed_over_in_the_middle_of_a_shard(saved: Pair, job: Job, tmp_path: Path) -> None:
+    _, b = saved
     name = "rank0/model.bin"
-    flip_byte(root / job.run / "step-000000000007" / "current" / name, 9 * CHUNK + 77)
+    flip_byte(saved.root / job.key(name), 9 * CHUNK + 77)
     job.assert_restores(b, tmp_path / "restored")
     states = job.copies(b)
     assert (states[name]["pfs"], states[name]["object"]) == ("quarantined", "verified")
@@ -179,13 +171,12 @@ def test_damage_on_the_posix_tier_is_passed_over_in_the_middle_of_a_shard(
     assert "quarantined" in b.cli("info", job.run, "7", name).stdout
 
 
-def test_damage_is_passed_over_when_the_bytes_stream_through(saved: Pair, job: Job, root: Path) -> None:
+def test_damage_is_passed_over_when_the_bytes_stream_through(saved: Pair, job: Job) -> None:
     """A small range is not fetched into the cache: the fall-over happens inside one stream."""
-    a, b = saved
-    lose(a)
+    _, b = saved
     name = "rank0/model.bin"
     data = job.shards(0)[name]
-    flip_byte(root / job.run / "step-000000000007" / "current" / name, 4 * CHUNK + 5)
+    flip_byte(saved.root / job.key(name), 4 * CHUNK + 5)
     with forebay.Client(b.address) as client:
         reader = client.open(job.run, job.step)
         assert reader.read(name, 2 * CHUNK + 3, 5 * CHUNK) == data[2 * CHUNK + 3 : 7 * CHUNK + 3]
@@ -204,15 +195,14 @@ def test_damage_in_the_cache_is_passed_over(saved: Pair, job: Job, tmp_path: Pat
     job.assert_restores(a, tmp_path / "again")
 
 
-def test_damage_in_every_copy_is_corrupt_and_gives_no_byte(saved: Pair, job: Job, root: Path, bucket: Bucket, tmp_path: Path) -> None:
-    a, b = saved
-    lose(a)
+def test_damage_in_every_copy_is_corrupt_and_gives_no_byte(saved: Pair, job: Job, tmp_path: Path) -> None:
+    _, b = saved
     name = "rank0/model.bin"
-    key = f"{job.run}/step-000000000007/{session8(job.session)}/{name}"
+    key = job.key(name)
     data = bytearray(job.shards(0)[name])
     data[8 * CHUNK] ^= 1
-    bucket.put(key, bytes(data))
-    flip_byte(root / key, 8 * CHUNK)
+    saved.bucket.put(key, bytes(data))
+    flip_byte(saved.root / key, 8 * CHUNK)
     for attempt in ("first", "second"):  # the second knows already
         target = tmp_path / attempt
         result = b.cli("restore", job.run, "7", str(target), check=False)
@@ -228,11 +218,10 @@ def test_damage_in_every_copy_is_corrupt_and_gives_no_byte(saved: Pair, job: Job
     assert (states["pfs"], states["object"]) == ("quarantined", "quarantined")
 
 
-def test_what_one_node_learns_does_not_complete_the_other_nodes_part(
-    pair: Pair, job: Job, root: Path, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_what_one_node_learns_does_not_complete_the_other_nodes_part(pair: Pair, job: Job, tmp_path: Path) -> None:
     """Complete on the first tier is no proof for the second: B reads the manifest of one while A's drain to the other stands."""
     a, b = pair
+    bucket, directory = pair.bucket, job.directory
     a.cli("queue", "hold", "object")
     job.save_all(pair)
     for gateway in pair:
@@ -242,7 +231,6 @@ def test_what_one_node_learns_does_not_complete_the_other_nodes_part(
         eventually(lambda: client.status().tiers[1].pending_copies, lambda pending: pending == 0)
         with pytest.raises(forebay.DeadlineExceeded):
             client.wait(job.run, job.step, "object", timeout=3)
-    directory = f"{job.run}/step-000000000007"
     assert bucket.keys(f"{directory}/manifest.json") == []
     assert [key.rpartition("/")[2] for key in bucket.keys(directory) if "/parts/" in key] == ["1.json"]
     a.cli("queue", "release", "object")
@@ -253,9 +241,9 @@ def test_what_one_node_learns_does_not_complete_the_other_nodes_part(
     job.assert_restores(b, tmp_path / "restored", "object")
 
 
-def test_nested_sign_of_completeness_comes_last_from_any_writer(pair: Pair, root: Path, bucket: Bucket) -> None:
+def test_nested_sign_of_completeness_comes_last_from_any_writer(pair: Pair) -> None:
     """`.metadata` of a writer other than 0 reaches a tier too, also after its node has read the first tier's manifest."""
-    a, b = pair
+    _, b = pair
     part = {0: {"zero.bin": some_bytes(CHUNK, 0)}, 1: {"one.bin": some_bytes(CHUNK, 1), "dcp/.metadata": b"index"}}
     b.cli("queue", "hold", "object")
     for writer, gateway in enumerate(pair):
@@ -267,4 +255,4 @@ def test_nested_sign_of_completeness_comes_last_from_any_writer(pair: Pair, root
         assert client.describe("dcp", 1).complete
         client.release("object")
         client.wait("dcp", 1, "object", timeout=30)
-    assert bucket.get(f"dcp/step-000000000001/{session8('s')}/dcp/.metadata") == b"index"
+    assert pair.bucket.get(f"dcp/step-000000000001/{session8('s')}/dcp/.metadata") == b"index"

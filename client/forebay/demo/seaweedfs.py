@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 ACCESS_KEY = "forebay-test"
 SECRET_KEY = "forebay-test-secret"
 REGION = "us-east-1"
+STOP_GRACE_S = 1.0  # it takes 15 s to end by itself, and what it was sent is in its files by then
 _ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
 
 
@@ -155,7 +156,7 @@ class SeaweedFS:
             return
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)

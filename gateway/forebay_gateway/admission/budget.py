@@ -85,12 +85,16 @@ class Budget:
 
     def reserve(self, size: int) -> Reservation:
         """Promise `size` bytes, or raise CacheFull with a retry time; InvalidArgument if they could never fit."""
+        self.check_fits(size)
+        self._take(size)
+        return Reservation(self, size)
+
+    def check_fits(self, size: int) -> None:
+        """Raise InvalidArgument for what no waiting would make room for."""
         if size > self.capacity * self._refuse:
             raise InvalidArgument(
                 "the shard does not fit into this cache", needs_bytes=size, capacity_bytes=self.capacity, refuse=self._refuse
             )
-        self._take(size)
-        return Reservation(self, size)
 
     def freed(self, disk_size: int) -> None:
         """A cache file is gone."""

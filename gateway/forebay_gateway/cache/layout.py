@@ -9,7 +9,7 @@ them count (the catalog). All methods block: call them from a pool thread, or be
     data/<session_id>/<shard_id>.shard               sealed, immutable
     data/<session_id>/part-<writer>-<commit_seq>.json   a committed part (forebay_wire.manifest)
 
-Ids are 16 hex digits. catalog/ lies beside them and is not touched here.
+Ids are 16 hex digits. catalog/, and catalog.damaged-<n>/ of earlier rebuilds, lie beside them and are not touched here.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ LOCK = "forebay.lock"
 FORMAT = "FORMAT"
 INCOMING = "incoming"
 DATA = "data"
+ASIDE_PREFIX = "catalog.damaged-"  # a catalog that could not be used any more, kept for whoever wants to look at it
 _KNOWN_AT_TOP = frozenset({LOCK, FORMAT, INCOMING, DATA, "catalog", "lost+found"})
 _PRIVATE_DIR = 0o700  # weights are no one else's business on a shared node
 
@@ -220,7 +221,7 @@ class CacheDir:
     def scan(self) -> Iterator[FoundFile]:
         """Every file below the cache directory but the lock, the format and the catalog. Names and sizes, no contents."""
         for entry in _entries(self.path):
-            if entry.name not in _KNOWN_AT_TOP and not entry.name.startswith(durable.TEMP_PREFIX):
+            if entry.name not in _KNOWN_AT_TOP and not entry.name.startswith((durable.TEMP_PREFIX, ASIDE_PREFIX)):
                 yield from _found(entry, FoundFile("foreign", Path(entry.path), 0))
         for entry in _entries(self.path / INCOMING):
             yield from _found(entry, _classify_incoming(entry))

@@ -21,6 +21,7 @@ from forebay_gateway.core.records import (
     SessionRow,
     ShardKey,
     ShardRow,
+    Totals,
     UploadRow,
 )
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState, next_copy_state, next_shard_state
@@ -284,6 +285,15 @@ class WriteTxn(RowKeeper):
         for writer, entry in manifest.shards():
             self._adopt_shard(session.id, writer, entry, number, new_id)
         return self.set_publish(session.id, tier, PublishState.COMPLETE)
+
+    def rewrite_totals(self) -> Totals:
+        """Set the running sums to what the rows say; those sums. A full scan."""
+        self._flush_sums()
+        counted = self.recount()
+        self._put(self._db.meta, schema.META_TOTALS, schema.pack_sums((counted.used, counted.dirty, counted.shards)))
+        for name, number in self._tiers.items():
+            self._put(self._db.meta, schema.queue_key(number), schema.pack_sums(tuple(counted.tiers[name])))
+        return counted
 
     def set_setting(self, name: str, value: bytes | None) -> None:
         """Keep a small named value; None removes it. Names have 1 to 511 bytes."""

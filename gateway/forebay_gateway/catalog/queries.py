@@ -148,10 +148,12 @@ class ReadTxn:
             raise NotFound("the catalog has no such shard", session_id=key.session_id, shard_id=key.shard_id)
         return data
 
-    def all_shards(self) -> Iterator[ShardRow]:
-        """Every shard, by key. A full scan."""
-        for _, value in self._scan(self._db.shards):
-            yield schema.SHARD.decode(value)
+    def all_shards(self, after: ShardKey | None = None) -> Iterator[ShardRow]:
+        """Every shard, by key, from behind `after`. A full scan."""
+        start = None if after is None else schema.shard_key(after)
+        for key, value in self._scan(self._db.shards, start=start):
+            if key != start:
+                yield schema.SHARD.decode(value)
 
     def cached(self) -> Iterator[ShardRow]:
         """Every shard that should have a file in the cache. A full scan."""

@@ -5,12 +5,12 @@ are there before a commit needs them. Does not own rows, nor which thread does w
 """
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,7 @@ class Limits:
     reserve: int  # blocks kept allocated behind the last used page
 
 
-class Read(AbstractContextManager[ReadTxn]):
+class Read(contextlib.AbstractContextManager[ReadTxn]):
     """One snapshot. On an event loop it must end before the loop runs anything else, and is ended by force otherwise."""
 
     __slots__ = ("_open", "_storage", "_txn", "_view", "_watch")
@@ -110,7 +110,7 @@ class Storage:
             return cls._open(path, tiers, node, limits)
         except _DAMAGE as error:
             raise CatalogDamaged(f"LMDB cannot open it ({error})", path=path) from error
-        except (OSError, Unavailable, lmdb.Error) as error:
+        except (OSError, lmdb.Error) as error:
             raise StartupError(f"the catalog cannot be opened: {error}", path=path) from error
 
     @classmethod
@@ -123,7 +123,8 @@ class Storage:
             _check_data_file(path / DATA_NAME, created)
             storage = cls(path, limits, owner)
             storage._prepare(tiers, node, created)
-            storage.reserve_space()
+            with contextlib.suppress(Unavailable):  # on a full disk it can be read, and each write is refused by itself
+                storage.reserve_space()
             if not created:
                 _note_created(path, owner, node)
         except BaseException:

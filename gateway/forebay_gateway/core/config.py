@@ -92,6 +92,31 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     direct_io: Annotated[
         str, _key("`auto` uses O_DIRECT where the file system has it; `off` never does.", "choice", choices=("auto", "off"))
     ] = "auto"
+    repair: Annotated[
+        str,
+        _key(
+            "`auto` replaces bytes that were found damaged, in the cache or on a tier, from another good copy; "
+            "`ask` leaves them in quarantine for `forebay repair`.",
+            "choice",
+            choices=("auto", "ask"),
+        ),
+    ] = "auto"
+    rebuild: Annotated[
+        str,
+        _key(
+            "A catalog that is lost or damaged: `auto` rebuilds it from the cache's files at start and keeps the damaged one "
+            "aside; `ask` refuses to start and says what to run.",
+            "choice",
+            choices=("auto", "ask"),
+        ),
+    ] = "auto"
+    scrub_rate: Annotated[
+        int,
+        _key("Most bytes a second that the background scrub reads; 0 or `off`: no scrub.", "size per second or off"),
+    ] = 50 * MIB
+    scrub_every: Annotated[
+        float, _key("Pause between scrubs of the whole cache; 0 or `off`: only when started.", "duration or off")
+    ] = 7 * 86400.0
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -437,7 +462,7 @@ def _default_shown(key: Key, default: Any) -> str:
         return f'`"{default}"`'
     if "size" in key.read:
         return f'`"{format_size(default)}"`'
-    if key.read == "duration":
+    if key.read.startswith("duration"):
         return f'`"{format_duration(default)}"`'
     return f"`{_toml_value(default, key.read)}`"
 

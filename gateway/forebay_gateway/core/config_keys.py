@@ -164,6 +164,14 @@ def _rate(value: Any, key: Key) -> int:
     return _size(value, key)
 
 
+def _rate_or_off(value: Any, key: Key) -> int:
+    return 0 if value == "off" else _rate(value, key)
+
+
+def _duration_or_off(value: Any, key: Key) -> float:
+    return 0.0 if value == "off" else _duration(value, key)
+
+
 def _chunk_size(value: Any, key: Key) -> int:
     size = _size(value, key)
     if size & (size - 1):
@@ -261,8 +269,10 @@ READERS: dict[str, Reader] = {
     "address": _advertise,
     "size": _size,
     "size per second": _rate,
+    "size per second or off": _rate_or_off,
     "power-of-two size": _chunk_size,
     "duration": _duration,
+    "duration or off": _duration_or_off,
     "fraction": _fraction,
     "whole number": _count,
     "true or false": _flag,

@@ -84,12 +84,14 @@ class FetchJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckJob(msgspec.Struct, frozen=True, tag=True):
-    """Prove copies that an earlier process may have finished, against their checksums; nothing is written."""
+    """Prove copies against their checksums; nothing is written. `read` wants every byte read, whatever the tier's own
+    checksums say."""
 
     id: int
     tier: str
     capabilities: Capabilities
     items: tuple[ShardItem, ...]
+    read: bool = False
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

@@ -19,10 +19,11 @@ from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, NotFound
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
-from forebay_gateway.core.states import ShardEvent, ShardState
+from forebay_gateway.core.states import ShardState
 from forebay_gateway.paths.commit import part_record
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.safety import is_published, let_go
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -260,6 +261,8 @@ class Completion:
         if there is None:
             return False
         if there.session == session.session:
+            if not self._all_verified_here(session):
+                return False  # begun before a restart: proved first, since what is complete may be evicted
             await self._finished(session, PublishState.COMPLETE)
             return True
         if self._is_older(session, there) or not self._all_verified_here(session):
@@ -307,16 +310,13 @@ async def mark_evictable(node: Node, session_id: int) -> None:
         session = txn.session(session_id)
         if session is None:
             return
-        settled = {name for name, state in session.publish.items() if state is not PublishState.PENDING}
-        if not settled or not settled.issuperset(node.required_tiers):
+        if not is_published(session, node.required_tiers):
             return
         keys = [row.key for row in txn.shards(session_id) if row.state is ShardState.SEALED]
 
     def act(batch: Sequence[ShardKey], txn: WriteTxn) -> None:
         for key in batch:
-            row = txn.shard(key)
-            if row is not None and row.state is ShardState.SEALED:
-                txn.shard_event(key, ShardEvent.ALL_VERIFIED)
+            let_go(txn, key, node.required_tiers)
 
     for begin in range(0, len(keys), SHARDS_A_TRANSACTION):
         await node.catalog.write(partial(act, keys[begin : begin + SHARDS_A_TRANSACTION]))

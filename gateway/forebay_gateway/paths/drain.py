@@ -20,6 +20,7 @@ from forebay_gateway.core.records import PendingCopy, SessionRow, ShardKey, Shar
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.safety import let_go
 from forebay_gateway.tiers.base import StorageFull
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -141,13 +142,14 @@ class Drain:
     def _item(self, txn: ReadTxn, entry: PendingCopy, session: SessionRow | None) -> ShardItem | None:
         row = txn.shard(entry.key)
         copy = txn.copy(entry.key, self._tier.name)
-        if session is None or row is None or copy is None or copy.state is not CopyState.PENDING:
+        if session is None or row is None or copy is None or copy.state not in (CopyState.PENDING, CopyState.QUARANTINED):
             return None
         checkpoint = txn.checkpoint(session.run, session.step)
         if checkpoint is None or checkpoint.deleting:
             return None
-        if row.state not in (ShardState.SEALED, ShardState.EVICTABLE):
-            return None  # quarantined in the cache: repair comes first
+        if copy.state is CopyState.QUARANTINED or not row.is_cached:
+            self._node.ask_mend(row.key)  # good bytes come into the cache first
+            return None
         if is_commit_last(row.name) and not self._others_verified(txn, session, row):
             return None
         return shard_item(txn, session, row)
@@ -190,10 +192,11 @@ class Drain:
     # -- reports of one batch ------------------------------------------------------------------------------------------
 
     async def _done(self, key: ShardKey, item: ShardItem, tag: str) -> None:
+        required = self._node.required_tiers
+
         def act(txn: WriteTxn) -> None:
-            txn.copy_event(key, self._tier.name, CopyEvent.PUT, tag=tag)
-            txn.copy_event(key, self._tier.name, CopyEvent.VERIFY, tag=tag)
-            txn.clear_upload(key, self._tier.name)
+            proved(txn, key, self._tier.name, tag)
+            let_go(txn, key, required)
 
         await self._node.catalog.write(act)
         failpoints.hit("drain.verified")
@@ -229,6 +232,7 @@ class Drain:
             return "" if row is None else row.name
 
         name = await self._node.catalog.write(act)
+        self._node.ask_mend(key)
         log.warning("a shard in the cache is damaged and quarantined name=%s error=%s", name, error)
         self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
             f"shard {name!r} in the cache is damaged: {error}",
@@ -281,6 +285,18 @@ def start(txn: WriteTxn, keys: list[ShardKey], tier: str) -> list[ShardKey]:
             txn.copy_event(key, tier, CopyEvent.START)
             started.append(key)
     return started
+
+
+def proved(txn: WriteTxn, key: ShardKey, tier: str, tag: str) -> None:
+    """WRITING or WRITTEN to VERIFIED. A manifest on the tier may have said so before."""
+    copy = txn.copy(key, tier)
+    if copy is None:
+        return
+    if copy.state is CopyState.WRITING:
+        copy = txn.copy_event(key, tier, CopyEvent.PUT, tag=tag)
+    if copy.state is CopyState.WRITTEN:
+        txn.copy_event(key, tier, CopyEvent.VERIFY, tag=tag)
+    txn.clear_upload(key, tier)
 
 
 def clear_upload(key: ShardKey, tier: str, txn: WriteTxn) -> None:

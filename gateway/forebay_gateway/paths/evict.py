@@ -52,14 +52,26 @@ class Evictor:
             missing = self._node.budget.missing_bytes(size)
             return missing == 0 or await self._evict(missing) >= missing
 
+    async def evict_session(self, session_id: int) -> tuple[int, int]:
+        """All of the session that may go now, whatever the watermarks say: (shards, bytes freed)."""
+        shards = freed = 0
+        async with self._lock:
+            with self._node.catalog.read() as txn:
+                evictable = [row for row in txn.shards(session_id) if row.state is ShardState.EVICTABLE]
+            rows = [row for row in evictable if row.key not in self._readers]
+            for begin in range(0, len(rows), BATCH_SHARDS_MAX):
+                batch = rows[begin : begin + BATCH_SHARDS_MAX]
+                freed += await asyncio.shield(asyncio.ensure_future(self._evict_rows(batch)))
+                shards += len(batch)
+        return shards, freed
+
     async def _evict(self, wanted: int) -> int:
         freed = 0
         while freed < wanted:
             rows = self._choose(wanted - freed)
             if not rows:
                 break
-            await asyncio.shield(asyncio.ensure_future(self._evict_rows(rows)))
-            freed += sum(row.disk_size for row in rows)
+            freed += await asyncio.shield(asyncio.ensure_future(self._evict_rows(rows)))
         return freed
 
     def _choose(self, wanted: int) -> list[ShardRow]:
@@ -80,17 +92,18 @@ class Evictor:
                 total += row.disk_size
         return chosen
 
-    async def _evict_rows(self, rows: list[ShardRow]) -> None:
-        keys = [row.key for row in rows]
+    async def _evict_rows(self, rows: list[ShardRow]) -> int:
+        def begin(txn: WriteTxn) -> list[ShardRow]:
+            # Chosen a moment ago: a tier may have lost its copy since, or the file was seen to be bad.
+            still = [row for row in rows if (now := txn.shard(row.key)) is not None and now.state is ShardState.EVICTABLE]
+            return [txn.shard_event(row.key, ShardEvent.EVICT) for row in still]
 
-        def begin(txn: WriteTxn) -> None:
-            for key in keys:
-                txn.shard_event(key, ShardEvent.EVICT)
-
-        await self._node.catalog.write(begin)
+        rows = await self._node.catalog.write(begin)
         failpoints.hit("evict.before_unlink")
         await finish_evicting(self._node, rows)
-        log.info("evicted shards=%s bytes=%s", len(rows), sum(row.disk_size for row in rows))
+        freed = sum(row.disk_size for row in rows)
+        log.info("evicted shards=%s bytes=%s", len(rows), freed)
+        return freed
 
 
 async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:

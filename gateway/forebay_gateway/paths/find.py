@@ -3,6 +3,7 @@
 Owns which session of a (run, step) a reader gets, and the adoption of manifests that other nodes wrote. Does not own bytes.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, Missi
 from forebay_gateway.core.layout import manifest_key, parse_step_dir
 from forebay_gateway.core.records import CheckpointRow, Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.commit import complete_at_cache
+from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -35,6 +37,7 @@ class Finder:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._learning = asyncio.Lock()
         self._ask_again_s: dict[tuple[str, int], float] = {}  # (tier, session): when to ask for its manifest again
         self._manifest_tags: dict[tuple[str, str, int], tuple[str, int]] = {}  # (tier, run, step): (tag, session)
 
@@ -104,21 +107,23 @@ class Finder:
             return session
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        return await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+        adopted = await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+        await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
+        return adopted
 
     async def learn_copies(self, session: SessionRow, tiers: Iterable[MonitoredTier]) -> None:
         """Ask these tiers too for a complete session: each has a manifest of its own. One that cannot be asked is skipped."""
-        for tier in tiers:
-            now_s = self._node.clock.monotonic()
-            if now_s < self._ask_again_s.get((tier.name, session.id), 0.0):
-                continue
-            self._ask_again_s[tier.name, session.id] = now_s + ASK_AGAIN_S
-            try:
-                await self._adopt(tier, session.run, session.step)
-            except Corrupt as error:
-                log.warning("a manifest is damaged tier=%s error=%s", tier.name, error)
-            except ForebayError as error:
-                tier.failed(error)
+        async with self._learning:  # whoever comes while another asks has the answer when it is its turn
+            for tier in tiers:
+                if self._node.clock.monotonic() < self._ask_again_s.get((tier.name, session.id), 0.0):
+                    continue
+                try:
+                    await self._adopt(tier, session.run, session.step)
+                except Corrupt as error:
+                    log.warning("a manifest is damaged tier=%s error=%s", tier.name, error)
+                except ForebayError as error:
+                    tier.failed(error)
+                self._ask_again_s[tier.name, session.id] = self._node.clock.monotonic() + ASK_AGAIN_S
 
     def _unreachable(self) -> tuple[str, ...]:
         return tuple(tier.name for tier in self._node.unreachable_tiers())

@@ -15,8 +15,11 @@ from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config import Config
 from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.tiers.monitor import MonitoredTier
+
+MEND_HINTS_MAX = 4096
 
 
 class Changes:
@@ -60,6 +63,7 @@ class Node:
     first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
+    to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -78,6 +82,12 @@ class Node:
     def unreachable_tiers(self) -> list[MonitoredTier]:
         """Those that may hold things we cannot see now."""
         return [tier for tier in self.tiers.values() if not tier.usable]
+
+    def ask_mend(self, key: ShardKey) -> None:
+        """A hint to care/mend: this shard is bad, or not here and wanted by a queue. Dropped when many wait: who needs it
+        asks again."""
+        if len(self.to_mend) < MEND_HINTS_MAX:
+            self.to_mend[key] = None
 
     def tier(self, name: str) -> MonitoredTier:
         """By name; raises InvalidArgument that lists the names."""

@@ -34,6 +34,7 @@ from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder, is_complete
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.safety import arrived, copy_lost
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c
@@ -149,6 +150,7 @@ class ReadPath:
                 txn.shard_event(key, ShardEvent.MISMATCH)
 
         await self._node.catalog.write(act)
+        self._node.ask_mend(key)
         log.warning("a shard in the cache is damaged and quarantined key=%s error=%s", item.key, error)
         self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
             f"the cache's copy of {item.key} is damaged: {error}",
@@ -175,6 +177,13 @@ class ReadPath:
         with self._node.catalog.read() as txn:
             return txn.copies(key)
 
+    def may_hold(self, key: ShardKey, name: str) -> bool:
+        """Whether the tier cannot be asked now, or its copy is still being proved: then nobody knows that it holds none."""
+        with self._node.catalog.read() as txn:
+            copy = txn.copies(key).get(name)
+        begun = copy is not None and copy.state in (CopyState.WRITING, CopyState.WRITTEN)
+        return begun or any(tier.name == name for tier in self._node.unreachable_tiers())
+
     def unreachable(self) -> list[MonitoredTier]:
         """Tiers that may hold a copy we cannot see now."""
         return self._node.unreachable_tiers()
@@ -186,13 +195,10 @@ class ReadPath:
             return
         event = CopyEvent.MISMATCH if isinstance(error, Corrupt) else CopyEvent.GONE
 
-        def act(txn: WriteTxn) -> None:
-            copy = txn.copy(key, tier.name)
-            if copy is not None and copy.state is CopyState.VERIFIED:
-                txn.copy_event(key, tier.name, event, error=str(error))
-
-        await self._node.catalog.write(act)
-        log.warning("a copy on a tier is bad tier=%s error=%s", tier.name, error)
+        required = self._node.required_tiers
+        if await self._node.catalog.write(lambda txn: copy_lost(txn, key, tier.name, event, str(error), required)):
+            log.warning("a copy on a tier is bad tier=%s error=%s", tier.name, error)
+        self._node.ask_mend(key)
 
     async def fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
         """Bring the shard into the cache, once for all who ask; False where that cannot be now."""
@@ -226,9 +232,15 @@ class ReadPath:
             await self._node.movers.fetch(job, reports)
             if reports.disk_size is None:
                 return False
-            fetched = reports.disk_size
-            await self._node.catalog.write(lambda txn: txn.shard_event(row.key, ShardEvent.FETCHED, disk_size=fetched))
+            fetched, required = reports.disk_size, self._node.required_tiers
+            replaced = await self._node.catalog.write(lambda txn: arrived(txn, row.key, fetched, required))
             reservation.settle(fetched)
+            if replaced:
+                self._node.budget.freed(replaced)
+        except NotFound as error:
+            log.info("a fetch came too late key=%s error=%s", item.key, error)
+            await self._node.io.run(self._node.cache.unlink, self._node.cache.shard_path(row.key))
+            return False
         except Unavailable as error:
             log.info("a fetch did not finish key=%s error=%s", item.key, error)
             # A mover that died had no time to; the next fetch of this shard needs the name.
@@ -354,7 +366,6 @@ class _Stream:
             away = self._path.unreachable()
             if source != "auto" or not away:
                 return Corrupt(f"no good copy of the shard is left ({tried})", **details)
-        unreachable = {tier.name for tier in self._path.unreachable()}
-        if source not in ("auto", "") and source not in unreachable and not self._errors:
+        if source not in ("auto", "") and not self._errors and not self._path.may_hold(self._row.key, source):
             return NotFound(f"{source} holds no copy of this shard", **details)
         return Unavailable(f"no copy of the shard can be read now ({tried})", retry_after_s=2.0, **details)

@@ -22,7 +22,8 @@ from forebay_gateway.core.layout import announce_key, manifest_key, part_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
-from forebay_gateway.paths.drain import clear_upload, fail, shard_item
+from forebay_gateway.paths.complete import mark_evictable
+from forebay_gateway.paths.drain import clear_upload, fail, proved, shard_item
 from forebay_gateway.paths.evict import finish_evicting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -46,16 +47,21 @@ async def recover(node: Node) -> None:
         for file in found
         if file.kind == "shard" and file.session_id is not None and file.shard_id is not None
     }
-    await _check_rows(node, files)
+    dirty = await _check_rows(node, files)
     await _adopt_files(node, files)
     await _commit_parts(node, [file for file in found if file.kind == "part"])
+    for session_id in dirty:  # perhaps complete everywhere, and killed before that was said of its shards
+        await mark_evictable(node, session_id)
     for file in found:
         if file.kind == "foreign":
             log.warning("a file that is not ours lies in the cache and is left alone path=%s", file.path)
 
 
-async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> None:
-    """EVICTING: unlink again. Any other row whose file is gone or of the wrong length: use a verified copy, else alarm."""
+async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> set[int]:
+    """EVICTING: unlink again. Any other row whose file is gone or of the wrong length: use a verified copy, else alarm.
+
+    Returns the sessions with shards that may not be evicted.
+    """
     with node.catalog.read() as txn:
         rows = [row for row in txn.all_shards() if row.disk_size or row.state is ShardState.QUARANTINED]
     evicting = [row for row in rows if row.state is ShardState.EVICTING]
@@ -70,6 +76,7 @@ async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> None:
             _tell_lost(node, row)
     for key in [key for key, file in files.items() if not file.size]:
         log.warning("an empty file lies among the shards key=%s", key)
+    return {row.session_id for row in rows if row.state is ShardState.SEALED}
 
 
 def _file_fits(file: FoundFile | None, row: ShardRow) -> bool:
@@ -272,14 +279,7 @@ class _CheckReports:
 
     async def item_done(self, index: int, report: ItemDone) -> None:
         key, name = self._keys[index], self._tier.name
-
-        def act(txn: WriteTxn) -> None:
-            copy = txn.copy(key, name)
-            if copy is not None and copy.state is CopyState.WRITING:
-                txn.copy_event(key, name, CopyEvent.PUT, tag=report.tag_on_tier)
-            txn.copy_event(key, name, CopyEvent.VERIFY, tag=report.tag_on_tier)
-
-        await self._node.catalog.write(act)
+        await self._node.catalog.write(lambda txn: proved(txn, key, name, report.tag_on_tier))
 
     async def item_failed(self, index: int, report: ItemFailed) -> None:
         key, name = self._keys[index], self._tier.name

@@ -27,7 +27,7 @@ from forebay_wire.checksums import combine, crc32c
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
 
 MAX_WRITERS = 1 << 20
-GROWTH_BYTES = 64 << 20  # reserved at a time for a stream whose length is not known
+GROWTH_BYTES_MAX = 64 << 20  # reserved at a time for a stream whose length is not known; less in a small cache
 SMALL_WRITES_AT_ONCE = 16
 DISK_FULL_RETRY_S = 5.0
 
@@ -83,6 +83,7 @@ class WritePath:
         self._receiving: dict[tuple[int, str], int] = {}  # (session, shard name): writer that streams it now
         self._last_heard_s: dict[tuple[int, int], float] = {}  # (session, writer): monotonic
         self.open_streams = 0
+        self.growth_bytes = min(GROWTH_BYTES_MAX, max(4 * node.config.cache.chunk_size, node.budget.capacity // 64))
 
     # -- one shard by stream -------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class WritePath:
         chunk_size = self._node.config.cache.chunk_size
         claim = self._claim(session_id, part, name)
         try:
-            reservation = await self.reserve(disk_size(GROWTH_BYTES if size is None else size, chunk_size))
+            reservation = await self.reserve(disk_size(self.growth_bytes if size is None else size, chunk_size))
             try:
                 key = ShardKey(session_id, self._node.catalog.new_id())
                 writer = await self._create(key, size, chunk_size)
@@ -253,6 +254,7 @@ class WritePath:
 
     async def reserve(self, size: int) -> Reservation:
         """Space, after evicting verified data where that helps; raises CacheFull."""
+        self._node.budget.check_fits(size)
         self._check_disk(size)
         try:
             return self._node.budget.reserve(size)
@@ -362,7 +364,7 @@ class Incoming:
         if self._size is not None and end > self._size:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
         if self._size is None and (more := disk_size(end, self._chunk_size) - self._reservation.size) > 0:
-            self._reservation.grow(max(more, GROWTH_BYTES))
+            self._reservation.grow(max(more, self._path.growth_bytes))
         self._offset = end
         await self._writer.write_chunk(crc, data)
 

@@ -65,7 +65,7 @@ class ObjectInfo:
     key: str
     size: int
     tag: str
-    crc32c: int | None = None  # full-object, and only if the server says so
+    crc32c: int | None = None  # full-object, and only where it is proved: the server says so, or this call read it back
 
 
 @dataclass(frozen=True, slots=True)

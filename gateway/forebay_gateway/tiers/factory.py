@@ -25,25 +25,28 @@ def open_tier(
     meter: TierMeter | None = None,
     policy: RetryPolicy | None = None,
     owner: str = "",
+    known_root: str | None = None,
 ) -> Tier:
     """A tier ready for use; nothing is touched or connected before its first verb. Counts into `meter` where one is given.
 
     `owner` is the node, in the one process of it that writes documents: what it left half-written is known by this name.
+    `known_root` is the mark that a POSIX tier's root had when it was last seen: only that root is taken for the tier.
     """
     clock = clock or SystemClock()
-    tier = _bare(config, clock, owner)
+    tier = _bare(config, clock, owner, known_root)
     if config.bandwidth is not None or config.iops is not None:
         tier = ThrottledTier(tier, clock, config.bandwidth, config.iops)
     tier = RetryingTier(tier, clock, policy)
     return tier if meter is None else MeteredTier(tier, meter)
 
 
-def _bare(config: TierConfig, clock: Clock, owner: str) -> Tier:
+def _bare(config: TierConfig, clock: Clock, owner: str, known_root: str | None) -> Tier:
     match config.kind:
         case "memory":
             return MemoryTier(config.name)
         case "posix":
-            return PosixTier(config.name, Path(config.path), concurrency=config.concurrency, clock=clock, owner=owner)
+            path = Path(config.path)
+            return PosixTier(config.name, path, concurrency=config.concurrency, clock=clock, owner=owner, known_id=known_root)
         case "s3":
             return S3Tier(config.name, _s3_settings(config), clock=clock, owner=owner)
     raise InvalidArgument("no such kind of tier", tier=config.name, kind=config.kind)

@@ -4,7 +4,7 @@ Owns the tier's state as people see it. "away" only makes queues longer; it neve
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from forebay_gateway.base.clock import Clock
@@ -39,6 +39,7 @@ class MonitoredTier:
         self.reason = "not probed yet"
         self.rate = Rate(clock)
         self._pause_s = PROBE_PAUSE_S_MIN
+        self.after_probe: Callable[[Capabilities], Awaitable[None]] | None = None
         self._listeners: list[Callable[[], None]] = []
         self._failure_listeners: list[Callable[[], None]] = []
 
@@ -67,7 +68,9 @@ class MonitoredTier:
         if self.usable:
             return PROBE_PAUSE_S_MAX
         try:
-            await self.tier.probe()
+            proved = await self.tier.probe()
+            if self.after_probe is not None:
+                await self.after_probe(proved)
         except ForebayError as error:
             self.failed(error)
         else:

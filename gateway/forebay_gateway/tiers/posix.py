@@ -19,6 +19,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -167,7 +168,8 @@ class PosixTier(Tier):
             await self._run("fsync", key, file.finish, source.size, timeout_s=self._data_timeout_s)
             await self._run("close", key, file.close)
             await self._read_back(temp, key, source)
-            return await self._run("rename", key, self._publish, temp, path, key)
+            info = await self._run("rename", key, self._publish, temp, path, key)
+            return replace(info, crc32c=source.crc32c)  # proved by the read-back above
         except BaseException:
             await self._close(file)
             await self._discard(temp)

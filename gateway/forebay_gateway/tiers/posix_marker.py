@@ -31,13 +31,19 @@ class Marker:
         """Raise Unavailable unless the root is there with its marker."""
         found = self._read()
         if found is None:
-            raise Unavailable("the tier's root is away: no .forebay/tier.json below it", tier=self._tier, path=self._root)
+            raise Unavailable(self._away(), tier=self._tier, path=self._root)
         if self.id is None:
             self.id = found
         elif found != self.id:
             raise Unavailable(
                 "another tier's root stands at this path", tier=self._tier, path=self._root, expected=self.id, found=found
             )
+
+    def _away(self) -> str:
+        sentence = "the tier's root is away: no .forebay/tier.json below it"
+        if not self.id:
+            return sentence
+        return f'{sentence}; mount it, or to begin anew at this path write {{"id": "{self.id}"}} into that file'
 
     def adopt(self) -> None:
         """Like check, but first make the marker where this process has not seen one and the directory is empty or new."""

@@ -101,6 +101,8 @@ class S3Client:
 
     async def _settled(self, error: ForebayError, cause: Exception, key: str) -> ForebayError:
         """A bare 404 (a HEAD has no body) says nothing about which is absent, key or bucket: ask for the bucket."""
+        if code_of(cause) == "NoSuchBucket":
+            return InvalidArgument(MISSING_BUCKET, tier=self.tier, bucket=self.settings.bucket)
         if not isinstance(error, NotFound) or code_of(cause) in ("NoSuchKey", "NoSuchVersion"):
             return error
         if key:

@@ -1,0 +1,178 @@
+"""A cache that fills: refused before data flows, taken again by itself, nothing acknowledged lost, verified data evicted first."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay.demo.gateways import GatewayProcess
+from forebay.errors import CacheFull, InvalidArgument
+from integration.conftest import MakeGateway
+from integration.kit import CHUNK, SMALL_CHUNKS, Leftovers, assert_clear, assert_refused, eventually, pause_after, some_bytes
+
+MIB = 1 << 20
+KEYS = f"{SMALL_CHUNKS}\nsoft = 0.5\nhard = 0.6\nrefuse = 0.8\nreopen = 0.6"
+# Of 20 MiB: refused above 16, taken again below 12.
+
+
+@pytest.fixture
+def gateway(make: MakeGateway) -> GatewayProcess:
+    return make(capacity="20MiB", cache_keys=KEYS).start()
+
+
+def save(client: forebay.Client, step: int, size: int = 3 * MIB) -> bytes:
+    data = some_bytes(size, ("pressure", step))
+    with client.checkpoint("run", step, session="s") as part:
+        part.put("data.bin", data)
+        part.commit()
+    return data
+
+
+def test_full_is_refused_before_data_flows_and_taken_again(gateway: GatewayProcess, tmp_path: Path) -> None:
+    gateway.cli("queue", "hold")
+    saved: dict[int, bytes] = {}
+    flowed: list[int] = []
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        for step in range(5):
+            saved[step] = save(client, step)
+        assert client.pressure().level == "hard"
+        left = Leftovers(gateway)
+        with client.checkpoint("run", 5, session="s") as part:
+            with pytest.raises(CacheFull) as caught:
+                part.put("data.bin", bytes(3 * MIB), on_bytes=flowed.append)
+            assert_clear(caught.value, CacheFull)
+            assert caught.value.retry_after_s is not None
+            assert caught.value.retry_after_s > 0
+            with pytest.raises(CacheFull):
+                part.put_many({"small": b"x"})  # between refuse and reopen nothing is taken, however small
+        assert flowed == []
+        left.none()
+        left.close()
+
+        status = gateway.status()
+        assert status["pressure"]["level"] == "refusing"
+        assert "full" in status["pressure"]["reason"]
+        assert status["pressure"]["retry_after_s"] > 0
+        assert status["cache"]["dirty_bytes"] == status["cache"]["used_bytes"] > 15 * MIB
+        assert status["health"] == "critical"
+        assert any("refused" in alarm["what"] for alarm in status["alarms"])
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "x").write_bytes(b"x")
+
+        # Dirty data stays, whatever is asked: every step is in the cache, bit-exact.
+        for step, data in saved.items():
+            assert client.open("run", step, source="cache").read("data.bin") == data
+
+    # A client that may wait gets in once the drain goes on, with nothing done by hand but the release.
+    got_in = threading.Event()
+
+    def patient() -> None:
+        with forebay.Client(gateway.address, admit_timeout=60) as other:
+            saved[6] = save(other, 6)
+        got_in.set()
+
+    waiting = threading.Thread(target=patient)
+    waiting.start()
+    assert not got_in.wait(1.0)
+    gateway.cli("queue", "release")
+    waiting.join(60)
+    assert got_in.is_set()
+    with forebay.Client(gateway.address) as client:
+        assert eventually(lambda: client.pressure().level, lambda level: level != "refusing") in ("ok", "soft", "hard")
+        for step, data in saved.items():
+            client.wait("run", step, "pfs", timeout=30)
+            assert client.open("run", step).read("data.bin") == data
+
+
+def test_the_command_line_says_cache_full(gateway: GatewayProcess, tmp_path: Path) -> None:
+    gateway.cli("queue", "hold")
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        for step in range(5):
+            save(client, step)
+    pressure = json.loads(gateway.cli("pressure", "--json").stdout)
+    assert pressure["level"] == "hard"
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "data.bin").write_bytes(bytes(17 * MIB))
+    result = gateway.cli("save", str(tmp_path / "state"), "--run", "run", "--step", "9", check=False)
+    assert_refused(result, 2, "does not fit")  # no waiting would help
+
+
+def test_verified_data_is_evicted_by_watermark_oldest_first_and_pinned_stays(gateway: GatewayProcess) -> None:
+    saved = {}
+    with forebay.Client(gateway.address) as client:
+        for step in range(10):
+            saved[step] = save(client, step)
+            if step == 1:
+                client.pin("run", 1)
+            client.wait("run", step, "pfs", timeout=30)
+        eventually(lambda: client.status().cache.used_bytes, lambda used: used <= 10 * MIB)
+
+        def cached() -> list[int]:
+            return [step for step in saved if client.describe("run", step).shards[0].state == "evictable"]
+
+        assert cached() == [1, 8, 9]  # the pinned one and the newest
+        assert client.describe("run", 1).pinned
+        files = sorted(gateway.cache.glob("data/*/*.shard"))
+        assert len(files) == 3
+        for step, data in saved.items():
+            assert client.open("run", step).read("data.bin") == data
+        client.unpin("run", 1)
+        save(client, 10)
+        client.wait("run", 10, "pfs", timeout=30)
+        eventually(cached, lambda steps: 1 not in steps)
+        assert client.open("run", 1).read("data.bin") == saved[1]
+
+
+def test_dirty_data_is_never_evicted_for_room(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        verified = save(client, 0)
+        client.wait("run", 0, "pfs", timeout=30)
+        client.hold()
+        saved = {step: save(client, step) for step in range(1, 6)}  # room for the last comes from step 0
+        with pytest.raises(CacheFull):
+            save(client, 6)
+        states = {step: client.describe("run", step).shards[0].state for step in range(6)}
+        assert states == {0: "evicted", **dict.fromkeys(saved, "sealed")}
+        for step, data in saved.items():
+            assert client.open("run", step, source="cache").read("data.bin") == data
+        assert client.open("run", 0).read("data.bin") == verified  # streams through: the cache has no room
+
+
+def test_a_stream_of_unknown_size_grows_its_reservation(gateway: GatewayProcess) -> None:
+    """An iterable: what it has taken is reserved as it goes, and given back to the byte."""
+    data = some_bytes(5 * MIB + 777, "unknown")
+    gate = threading.Event()
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        part = client.checkpoint("run", 1, session="s")
+        put = threading.Thread(target=lambda: part.put("data.bin", pause_after(data, 40, gate)))
+        put.start()
+        reserved = eventually(lambda: client.status().cache.reserved_bytes)
+        assert reserved >= 40 * CHUNK
+        gate.set()
+        put.join(30)
+        part.commit()
+        cache = client.status().cache
+        assert (cache.reserved_bytes, cache.open_streams) == (0, 0)
+        assert len(data) <= cache.used_bytes <= len(data) + 64 * 1024
+        assert client.open("run", 1).read("data.bin") == data
+
+
+def test_a_stream_of_unknown_size_is_refused_cleanly_where_it_stops_fitting(gateway: GatewayProcess) -> None:
+    gateway.cli("queue", "hold")
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield bytes(MIB)
+
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        saved = save(client, 1)
+        left = Leftovers(gateway)
+        with client.checkpoint("run", 2, session="s") as part, pytest.raises((CacheFull, InvalidArgument)) as caught:
+            part.put("data.bin", endless())
+        assert_clear(caught.value, type(caught.value))
+        left.none()
+        left.close()
+        assert client.open("run", 1).read("data.bin") == saved
