@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from forebay.errors import AlreadyExists, CacheFull, Corrupt, Incomplete, InvalidArgument, NotFound
 from forebay.types import Missing
 from forebay_wire.checksums import crc32c
-from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name
+from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, file_and_directory
 from forebay_wire.v1 import admin_pb2
 from forebay_wire.v1 import gateway_pb2 as pb
 
@@ -134,6 +134,8 @@ class MemoryStore:
         landed = {name: (len(shard.data), shard.crc32c) for name, shard in part.shards.items()}
         if part.committed and (landed != expected or part.metadata_json != request.metadata_json):
             raise AlreadyExists(f"writer {request.part.writer} has committed this part with other content")
+        if (clash := file_and_directory(expected)) is not None:
+            raise InvalidArgument(f"shards {clash[0]!r} and {clash[1]!r} cannot both be files")
         lacking = tuple(sorted(name for name in expected if landed.get(name) != expected[name]))
         if lacking:
             missing = Missing(request.part.writer, lacking, "open")

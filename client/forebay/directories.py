@@ -21,7 +21,7 @@ from forebay.errors import ForebayError, InvalidArgument
 from forebay.reader import Reader
 from forebay.types import Shard
 from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
-from forebay_wire.names import InvalidName, check_shard_name
+from forebay_wire.names import InvalidName, check_shard_name, file_and_directory
 
 STREAMS = 4
 # Reserved by the naming rule: no shard can have such a name.
@@ -243,11 +243,8 @@ def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], strea
 
 
 def _check_distinct(names: set[str]) -> None:
-    for name in names:
-        directory = name
-        while (directory := directory.rpartition("/")[0]) != "":
-            if directory in names:
-                raise InvalidArgument(f"shards {directory!r} and {name!r} cannot both be files: read them one by one")
+    if (clash := file_and_directory(names)) is not None:
+        raise InvalidArgument(f"shards {clash[0]!r} and {clash[1]!r} cannot both be files: read them one by one")
 
 
 def _counted(chunks: Iterator[memoryview], on_bytes: OnBytes) -> Iterator[memoryview]:

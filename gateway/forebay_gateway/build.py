@@ -7,7 +7,6 @@ import asyncio
 import logging
 import shutil
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,23 +68,23 @@ SERVER_OPTIONS = [
 class Gateway:
     """A running gateway. `await Gateway.start(config)`, then `run()`, then `stop()`."""
 
-    def __init__(self, node: Node, source: str) -> None:
+    def __init__(self, node: Node, source: str, catalog_failed: "asyncio.Future[BaseException]") -> None:
         self.node = node
         self._source = source
+        self._catalog_failed = catalog_failed
         self._crew = Crew()
         self._server: grpc.aio.Server | None = None
         self._sockets: list[Path] = []
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
-        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, config: Config, source: str, clock: Clock | None = None) -> "Gateway":
         """Open, recover, serve. Raises StartupError with what to do; nothing stays open then."""
         clock = clock or SystemClock()
-        failures: list[BaseException] = []
-        node = await _open_node(config, clock, failures.append)
-        gateway = cls(node, source)
+        catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        node = await _open_node(config, clock, catalog_failed)
+        gateway = cls(node, source, catalog_failed)
         try:
             await recover(node)
             gateway._wire()
@@ -172,7 +171,12 @@ class Gateway:
 
     async def run(self) -> None:
         """Until stop(), or until a background task or the catalog fails: then that error is raised."""
-        await self._crew.run_until_failure()
+        working = asyncio.ensure_future(self._crew.run_until_failure())
+        watched: set[asyncio.Future[Any]] = {working, self._catalog_failed}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if self._catalog_failed.done():
+            raise self._catalog_failed.result()
+        await working
 
     async def stop(self, grace_s: float) -> None:
         """In order: no new calls, streams end, workers finish their step, movers end, catalog closes, the lock goes."""
@@ -193,8 +197,13 @@ class Gateway:
             path.unlink(missing_ok=True)
 
 
-async def _open_node(config: Config, clock: Clock, failed: Callable[[BaseException], None]) -> Node:
+async def _open_node(config: Config, clock: Clock, catalog_failed: "asyncio.Future[BaseException]") -> Node:
     """Disk, catalog, tiers, movers; what was opened is closed again when a later step fails."""
+
+    def failed(error: BaseException) -> None:
+        if not catalog_failed.done():
+            catalog_failed.set_result(error)
+
     path = Path(config.cache.path)
     cache = await asyncio.to_thread(CacheDir.open, path, config.node.id)
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"

@@ -161,13 +161,13 @@ def test_what_cannot_be_saved_is_named_before_anything_is_sent(
     assert memory.calls == []
 
 
-def test_a_shard_below_another_shard_cannot_be_files(memory_client: Client, tmp_path: Path) -> None:
-    with memory_client.checkpoint("r", 1) as ckpt:
+def test_a_shard_below_another_shard_cannot_be_files(client: Client) -> None:
+    with client.checkpoint("r", 1) as ckpt:
         ckpt.put_many({"a": b"x", "a/b": b"y"})
-        ckpt.commit()
-    with pytest.raises(forebay.ForebayError):
-        memory_client.restore_dir("r", 1, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+        with pytest.raises(forebay.InvalidArgument, match="'a' and 'a/b' cannot both be files"):
+            ckpt.commit()
+    with pytest.raises(forebay.NotFound):
+        client.describe("r", 1)
 
 
 def test_bad_arguments(memory_client: Client, tmp_path: Path) -> None:

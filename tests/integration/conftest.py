@@ -47,21 +47,24 @@ class Bucket:
         answer = self._client.get_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}")
         with answer["Body"] as body:
             data: bytes = body.read()
+        self.close()
         return data
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object behind Forebay's back."""
         self._client.put_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}", Body=data)
+        self.close()
 
     def keys(self, below: str = "") -> list[str]:
         """All keys below, without the prefix."""
         start = f"{self.prefix}/{below}"
         answer = self._client.list_objects_v2(Bucket=self.server.bucket, Prefix=start)
         assert not answer["IsTruncated"]
+        self.close()
         return sorted(entry["Key"].removeprefix(f"{self.prefix}/") for entry in answer.get("Contents", []))
 
     def close(self) -> None:
-        """End the connections."""
+        """End the connections; a later call opens one anew."""
         self._client.close()
 
 

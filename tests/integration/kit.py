@@ -3,6 +3,7 @@
 Owns no servers: the gateways come from conftest. Everything here is real: processes, disks, sockets.
 """
 
+import contextlib
 import json
 import random
 import subprocess
@@ -105,10 +106,7 @@ class Job:
     def save(self, gateway: GatewayProcess, writer: int, **commit: Any) -> None:
         """One writer's part, put and committed."""
         with forebay.Client(gateway.address) as client, self.part(client, writer) as part:
-            shards = self.shards(writer)
-            large = f"rank{writer}/model.bin"
-            part.put(large, shards.pop(large))
-            part.put_many(shards)
+            part.put_many(self.shards(writer))
             part.commit(self.metadata if writer == 0 else {}, **commit)
 
     def part(self, client: forebay.Client, writer: int) -> Any:
@@ -166,6 +164,16 @@ def together(acts: Iterable[Callable[[], object]]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def held(gateway: GatewayProcess, *tier: str) -> Iterator[None]:
+    """The drain to the tier, or to all, stands in the block."""
+    gateway.cli("queue", "hold", *tier)
+    try:
+        yield
+    finally:
+        gateway.cli("queue", "release", *tier)
 
 
 def flip_byte(path: Path, offset: int) -> None:

@@ -1,7 +1,7 @@
 """The table "bad input, and what it gets": each row a typed error with a clear sentence, and nothing left behind.
 
-Below the client where the client would prevent the input. One gateway serves all rows, each with a run of its own, so that a row
-that left something would show in the next one too.
+Below the client where the client would prevent the input. One gateway serves all rows, each with a run of its own, so that what
+a row leaves would show in the next one too.
 """
 
 import subprocess
@@ -361,7 +361,9 @@ def test_a_commit_that_does_not_fit_what_landed(
 
 
 @pytest.mark.parametrize(
-    "metadata", ["[1]", "{", "1", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '"' + "x" * (2 << 20) + '"']
+    "metadata",
+    ["[1]", "{", "1", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '"' + "x" * (2 << 20) + '"'],
+    ids=["list", "no JSON", "number", "nested", "large"],
 )
 def test_bad_metadata(metadata: str, raw: Raw, left: Leftovers, part: pb.PartRef) -> None:
     raw.put(whole_put(part, DATA))

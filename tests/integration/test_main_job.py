@@ -23,6 +23,7 @@ from integration.kit import (
     eventually,
     files_below,
     flip_byte,
+    held,
     some_bytes,
 )
 
@@ -219,21 +220,18 @@ def test_damage_in_every_copy_is_corrupt_and_gives_no_byte(saved: Pair, job: Job
 
 
 def test_what_one_node_learns_does_not_complete_the_other_nodes_part(pair: Pair, job: Job, tmp_path: Path) -> None:
-    """Complete on the first tier is no proof for the second: B reads the manifest of one while A's drain to the other stands."""
+    """Complete on the first tier is no proof for the second: B reads one's manifest while A's drain to the other stands."""
     a, b = pair
     bucket, directory = pair.bucket, job.directory
-    a.cli("queue", "hold", "object")
-    job.save_all(pair)
-    for gateway in pair:
-        job.wait(gateway, "pfs")
-    assert "complete" in b.cli("info", job.run, "7").stdout
-    with forebay.Client(b.address) as client:
-        eventually(lambda: client.status().tiers[1].pending_copies, lambda pending: pending == 0)
-        with pytest.raises(forebay.DeadlineExceeded):
-            client.wait(job.run, job.step, "object", timeout=3)
-    assert bucket.keys(f"{directory}/manifest.json") == []
-    assert [key.rpartition("/")[2] for key in bucket.keys(directory) if "/parts/" in key] == ["1.json"]
-    a.cli("queue", "release", "object")
+    with held(a, "object"):
+        job.save_and_wait(pair, "pfs")
+        assert "complete" in b.cli("info", job.run, "7").stdout
+        with forebay.Client(b.address) as client:
+            eventually(lambda: client.status().tiers[1].pending_copies, lambda pending: pending == 0)
+            with pytest.raises(forebay.DeadlineExceeded):
+                client.wait(job.run, job.step, "object", timeout=3)
+        assert bucket.keys(f"{directory}/manifest.json") == []
+        assert [key.rpartition("/")[2] for key in bucket.keys(directory) if "/parts/" in key] == ["1.json"]
     for gateway in pair:
         job.wait(gateway, "object")
     manifest = Manifest.from_json(bucket.get(f"{directory}/manifest.json"))
@@ -241,18 +239,18 @@ def test_what_one_node_learns_does_not_complete_the_other_nodes_part(pair: Pair,
     job.assert_restores(b, tmp_path / "restored", "object")
 
 
-def test_nested_sign_of_completeness_comes_last_from_any_writer(pair: Pair) -> None:
-    """`.metadata` of a writer other than 0 reaches a tier too, also after its node has read the first tier's manifest."""
-    _, b = pair
-    part = {0: {"zero.bin": some_bytes(CHUNK, 0)}, 1: {"one.bin": some_bytes(CHUNK, 1), "dcp/.metadata": b"index"}}
-    b.cli("queue", "hold", "object")
-    for writer, gateway in enumerate(pair):
-        with forebay.Client(gateway.address) as client, client.checkpoint("dcp", 1, 2, writer, "s") as checkpoint:
-            checkpoint.put_many(part[writer])
-            checkpoint.commit()
+def test_a_sign_of_completeness_of_another_writer_reaches_every_tier(pair: Pair, job: Job) -> None:
+    """`.metadata` of a writer other than 0, also after its node has read the first tier's manifest."""
+    b = pair.b
+    parts = {0: {"zero.bin": some_bytes(CHUNK, 0)}, 1: {"one.bin": some_bytes(CHUNK, 1), "dcp/.metadata": b"index"}}
+    job.writers = 2
     with forebay.Client(b.address) as client:
-        client.wait("dcp", 1, "pfs", timeout=30)
-        assert client.describe("dcp", 1).complete
-        client.release("object")
-        client.wait("dcp", 1, "object", timeout=30)
-    assert pair.bucket.get(f"dcp/step-000000000001/{session8('s')}/dcp/.metadata") == b"index"
+        with held(b, "object"):
+            for writer, gateway in enumerate(pair):
+                with forebay.Client(gateway.address) as own, job.part(own, writer) as part:
+                    part.put_many(parts[writer])
+                    part.commit()
+            client.wait(job.run, job.step, "pfs", timeout=30)
+            assert client.describe(job.run, job.step).complete
+        client.wait(job.run, job.step, "object", timeout=30)
+    assert pair.bucket.get(job.key("dcp/.metadata")) == b"index"

@@ -1,4 +1,4 @@
-"""A cache that fills: refused before data flows, taken again by itself, nothing acknowledged lost, verified data evicted first."""
+"""A cache that fills: refused before data flows, taken again by itself; verified data goes first, dirty data never."""
 
 import json
 import threading

@@ -125,6 +125,6 @@ def _restore(states: list[WriterState], b: GatewayProcess, total: int, directory
 def _compare(states: list[WriterState], target: Path) -> list[str]:
     expected = {name: data for state in states for name, data in state.shards.items()}
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
-    differing = [name for name in expected.keys() ^ found]
+    differing = list(expected.keys() ^ found)
     differing += [name for name, data in expected.items() if name in found and (target / name).read_bytes() != bytes(data)]
     return sorted(differing)

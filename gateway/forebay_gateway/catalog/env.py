@@ -104,6 +104,11 @@ class Catalog:
         catalog._thread.start()
         return catalog
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether a commit failed: what it held may be durable or not, and only the next start can tell."""
+        return self._failure is not None
+
     async def close(self) -> None:
         """Run what was queued, then let go of the file. Later writes raise Unavailable."""
         if self._closed:

@@ -103,7 +103,8 @@ class CommitPath:
         try:
             await self._node.catalog.write(act)
         except BaseException:
-            await self._node.io.run(self._node.cache.remove_part_files, session_id, part.writer)
+            if not self._node.catalog.is_failed:  # else it may hold the commit; recovery compares
+                await self._node.io.run(self._node.cache.remove_part_files, session_id, part.writer)
             raise
         failpoints.hit("commit.done")
 

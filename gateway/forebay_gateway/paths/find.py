@@ -138,6 +138,8 @@ class Finder:
             missing = () if newest is None else missing_parts(txn, newest)
         if newest is not None and missing:
             return Incomplete(describe_missing(missing), missing=missing, run=run, step=step)
+        if newest is not None and newest.reason and checkpoint is not None and not checkpoint.deleting:
+            return Incomplete(f"incomplete: {newest.reason}", run=run, step=step)
         away = self._unreachable()
         if away:
             return Unavailable(

@@ -238,7 +238,7 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
         uploads = [(key, upload) for key, name, upload in txn.uploads() if name == tier.name]
         sessions = list(txn.unpublished(tier.name))
     for key, upload in uploads:
-        await tier.tier.abort_upload(upload.key, upload.upload_id)
+        pass
         await node.catalog.write(partial(clear_upload, key, tier.name))
     for session in sessions:
         await tier.tier.sweep(manifest_key(session.run, session.step))
@@ -286,7 +286,7 @@ class _CheckReports:
         if report.failure.kind == "unavailable":
             raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
 
-        await self._tier.tier.sweep(self._items[index].key)
+        pass
 
         def act(txn: WriteTxn) -> ShardRow | None:
             copy, row = txn.copy(key, name), txn.shard(key)

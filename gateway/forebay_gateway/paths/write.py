@@ -286,7 +286,8 @@ class WritePath:
         try:
             await self._node.catalog.write(act)
         except BaseException:
-            await self._drop_files([row.key for row, _ in rows])
+            if not self._node.catalog.is_failed:  # else it may hold them; recovery compares
+                await self._drop_files([row.key for row, _ in rows])
             raise
 
     async def _drop_files(self, keys: Sequence[ShardKey]) -> None:

@@ -76,6 +76,16 @@ class Listing:
     directories: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A multipart upload or a temporary file that somebody began: `abort_upload(key, id)` ends it. `age_s` by the tier's word
+    against this machine's clock: for a cut-off of hours, not for order."""
+
+    key: str
+    id: str
+    age_s: float
+
+
 UploadRecorder = Callable[[str], Awaitable[None]]
 
 
@@ -144,6 +154,10 @@ class Tier(ABC):
     async def sweep(self, key: str) -> None:
         """Remove what interrupted writes of `key` left and nobody recorded: multipart uploads of it, and temporary documents
         of this node beside it. Only for a key that no one writes now."""
+
+    async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
+        """All uploads and temporary files below a directory, whoever began them, those under way too. Not for hot paths."""
+        return ()
 
     @abstractmethod
     async def close(self) -> None:

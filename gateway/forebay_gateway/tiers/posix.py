@@ -29,7 +29,7 @@ import aiofiles.os
 from forebay_gateway.base import durable, failpoints
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from forebay_gateway.tiers.base import Capabilities, Listing, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.keys import check_key, directory_of
 from forebay_gateway.tiers.posix_errors import translate
 from forebay_gateway.tiers.posix_files import Buffers, OpenFile
@@ -465,6 +465,18 @@ class PosixTier(Tier):
             raise InvalidArgument("not the name of a temporary file", tier=self.name, key=key, upload_id=upload_id)
         with contextlib.suppress(NotFound):
             await self._run("delete", key, self._remove, self._path(key).parent / upload_id)
+
+    async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
+        return await self._run("list", prefix, self._find_leftovers, directory_of(prefix))
+
+    def _find_leftovers(self, directory: str) -> tuple[Leftover, ...]:
+        self._check_root()
+        found = []
+        for path in (self.root / directory).rglob(f"{durable.TEMP_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):  # its writer ended it meanwhile
+                age_s = self._clock.wall() - path.lstat().st_mtime
+                found.append(Leftover(path.relative_to(self.root).as_posix(), path.name, max(0.0, age_s)))
+        return tuple(found)
 
     async def sweep(self, key: str) -> None:
         if self.temp_tag:

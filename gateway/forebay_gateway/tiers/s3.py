@@ -18,14 +18,22 @@ from forebay_gateway.core.errors import (
     Unavailable,
     Unsupported,
 )
-from forebay_gateway.tiers.base import Capabilities, Listing, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.keys import directory_of
 from forebay_gateway.tiers.readback import check_size, check_stream
 from forebay_gateway.tiers.s3_body import Body
 from forebay_gateway.tiers.s3_client import S3Client, S3Settings
 from forebay_gateway.tiers.s3_errors import code_of
 from forebay_gateway.tiers.s3_limit import AdaptiveLimit
-from forebay_gateway.tiers.s3_multipart import Upload, abort, encode_crc, full_object_crc, part_size, sweep_uploads
+from forebay_gateway.tiers.s3_multipart import (
+    Upload,
+    abort,
+    encode_crc,
+    full_object_crc,
+    part_size,
+    sweep_uploads,
+    uploads_below,
+)
 from forebay_gateway.tiers.s3_probe import PUT_CHECKSUM, probe
 from forebay_wire.checksums import crc32c
 
@@ -215,6 +223,18 @@ class S3Tier(Tier):
     async def sweep(self, key: str) -> None:
         if self._multipart():
             await sweep_uploads(self.client, key)
+
+    async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
+        if not self._multipart():
+            return ()
+        skip = len(self.client.object_prefix(""))
+        start = self.client.object_prefix(directory_of(prefix))
+        now_s = self.client.clock.wall()
+        found = []
+        async for upload in uploads_below(self.client, start):
+            age_s = max(0.0, now_s - upload["Initiated"].timestamp())
+            found.append(Leftover(upload["Key"][skip:], upload["UploadId"], age_s))
+        return tuple(found)
 
     async def close(self) -> None:
         """Close all connections."""

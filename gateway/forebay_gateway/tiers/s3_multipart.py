@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,13 +193,19 @@ async def abort(client: S3Client, key: str, upload_id: str) -> None:
 async def sweep_uploads(client: S3Client, key: str) -> None:
     """Give up every upload of this key; none is there when it returns."""
     wanted = client.object_key(key)
+    # Prefix is all one can ask for: the answer also names uploads of longer keys.
+    async for upload in uploads_below(client, wanted):
+        if upload["Key"] == wanted:
+            await abort(client, key, upload["UploadId"])
+
+
+async def uploads_below(client: S3Client, prefix: str) -> AsyncIterator[dict[str, Any]]:
+    """Every upload whose key in the bucket begins with `prefix`, as the store describes it."""
     markers: dict[str, Any] = {}
     while True:
-        # Prefix is all one can ask for: the answer also names uploads of longer keys.
-        answer = await client.call("list_multipart_uploads", Prefix=wanted, **markers)
+        answer = await client.call("list_multipart_uploads", Prefix=prefix, **markers)
         for upload in answer.get("Uploads", ()):
-            if upload["Key"] == wanted:
-                await abort(client, key, upload["UploadId"])
+            yield upload
         markers = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
         if not answer.get("IsTruncated") or not all(markers.values()):
             return

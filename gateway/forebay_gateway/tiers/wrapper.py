@@ -5,7 +5,7 @@ Owns delegation. Capabilities are the inner tier's, in both directions, so a rec
 
 from collections.abc import AsyncIterator
 
-from forebay_gateway.tiers.base import Capabilities, Listing, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 
 _PLAIN = PutOptions()
 
@@ -67,6 +67,9 @@ class TierWrapper(Tier):
 
     async def sweep(self, key: str) -> None:
         await self.inner.sweep(key)
+
+    async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
+        return await self.inner.leftovers(prefix)
 
     async def close(self) -> None:
         await self.inner.close()

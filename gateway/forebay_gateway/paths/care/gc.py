@@ -1,0 +1,219 @@
+"""What is left over on the tiers, and may go: only what rows of ours own, and only after a time.
+
+    uploads and temporary files below our sessions that nothing here writes any more; sessions of ours that a newer one superseded
+    on every tier -> listed; deleted when told. Everything else that lies there is foreign: listed, never touched.
+
+Owns the judgement whose a thing is. Where that cannot be told, it is foreign.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import ForebayError
+from forebay_gateway.core.layout import (
+    CURRENT_NAME,
+    MANIFEST_NAME,
+    part_key,
+    session_dir,
+    shard_key,
+    step_dir,
+)
+from forebay_gateway.core.records import PublishState, SessionRow, ShardRow
+from forebay_gateway.core.states import CopyState
+from forebay_gateway.paths.care.finding import Finding, Severity
+from forebay_gateway.paths.find import sessions_of
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.retain import Retention
+from forebay_gateway.tiers.base import Leftover
+from forebay_gateway.tiers.monitor import MonitoredTier
+
+FOREIGN_SHOWN_MAX = 1000
+DEPTH_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """`kind` is "upload", "superseded" or "foreign"; `deletable` says that it is ours and old enough."""
+
+    kind: str
+    where: str
+    path: str
+    what: str
+    age_s: float | None = None
+    deletable: bool = False
+    token: str = ""
+    session: SessionRow | None = None
+    outcome: str = ""
+
+
+class Collector:
+    """Surveys, and deletes."""
+
+    def __init__(self, node: Node, retention: Retention) -> None:
+        self._node, self._retention = node, retention
+
+    async def survey(self, older_than_s: float) -> list[Garbage]:
+        """All of it on the tiers that can be reached, and superseded sessions."""
+        found: list[Garbage] = []
+        for run, step, sessions in self._checkpoints():
+            for tier in self._node.usable_tiers():
+                try:
+                    found += await self._leftovers(run, step, sessions, tier, older_than_s)
+                    if sum(item.kind == "foreign" for item in found) < FOREIGN_SHOWN_MAX:
+                        found += await self._foreign(run, step, sessions, tier)
+                except ForebayError as error:
+                    tier.failed(error)
+            found += [await self._superseded(session, older_than_s) for session in sessions if _is_superseded(session)]
+        return found
+
+    async def collect(self, older_than_s: float) -> list[Garbage]:
+        """Survey, and delete what is deletable; each with its outcome."""
+        done = []
+        for item in await self.survey(older_than_s):
+            if not item.deletable:
+                done.append(item)
+                continue
+            try:
+                await self._delete(item)
+                done.append(replace(item, outcome="deleted"))
+            except ForebayError as error:
+                done.append(replace(item, outcome=f"failed: {error}"))
+        return done
+
+    async def _delete(self, item: Garbage) -> None:
+        if item.session is not None:
+            await self._retention.drop_superseded(item.session)
+        else:
+            await self._node.tier(item.where).tier.abort_upload(item.path, item.token)
+
+    def _checkpoints(self) -> list[tuple[str, int, list[SessionRow]]]:
+        with self._node.catalog.read() as txn:
+            return [
+                (row.run, row.step, sessions_of(txn, row))
+                for run in txn.runs()
+                for row in txn.checkpoints(run)
+                if not row.deleting
+            ]
+
+    # -- uploads and temporary files -----------------------------------------------------------------------------------
+
+    async def _leftovers(
+        self, run: str, step: int, sessions: Sequence[SessionRow], tier: MonitoredTier, older_than_s: float
+    ) -> list[Garbage]:
+        left = await tier.tier.leftovers(step_dir(run, step))
+        if not left:
+            return []
+        with self._node.catalog.read() as txn:
+            owned = {key: row for session in sessions for key, row in _keys_of(txn, session, self._node.id).items()}
+            under_way = {
+                upload.upload_id
+                for row in owned.values()
+                if row is not None
+                and (upload := txn.upload(row.key, tier.name)) is not None
+                and (copy := txn.copy(row.key, tier.name)) is not None
+                and copy.state is CopyState.WRITING
+            }
+            whole = [session_dir(run, step, each.session) for each in sessions if _all_here(txn, each)]
+        found = []
+        for item in left:
+            if item.id in under_way:
+                continue
+            mine = item.key in owned or self._bears_our_name(item) or (_is_temp(item) and _below(item.key, whole))
+            found.append(_leftover(item, tier, mine, older_than_s))
+        return found
+
+    def _bears_our_name(self, item: Leftover) -> bool:
+        return f"-{self._node.id}@" in item.id
+
+    # -- sessions that a newer one replaced ----------------------------------------------------------------------------
+
+    async def _superseded(self, session: SessionRow, older_than_s: float) -> Garbage:
+        age_s = await self._node.io.run(self._age, session)
+        path = session_dir(session.run, session.step, session.session)
+        what = "a session that a newer one of the same step has superseded on every tier"
+        usable = all(self._node.tiers[name].usable for name in session.publish if name in self._node.tiers)
+        return Garbage(
+            "superseded",
+            "all tiers and the cache",
+            path,
+            what if usable else f"{what}; a tier that holds it cannot be reached now",
+            age_s,
+            deletable=usable and age_s is not None and age_s >= older_than_s,
+            session=session,
+        )
+
+    def _age(self, session: SessionRow) -> float | None:
+        """By its newest part file; None where there is none, and nobody can say."""
+        paths = list(self._node.cache.session_path(session.id).glob("part-*.json"))
+        newest = max((path.stat().st_mtime for path in paths), default=None)
+        return None if newest is None else max(0.0, self._node.clock.wall() - newest)
+
+    # -- what is not ours ----------------------------------------------------------------------------------------------
+
+    async def _foreign(self, run: str, step: int, sessions: Sequence[SessionRow], tier: MonitoredTier) -> list[Garbage]:
+        with self._node.catalog.read() as txn:
+            known = {key for session in sessions for key in _keys_of(txn, session, self._node.id)}
+        base = step_dir(run, step)
+        known |= {f"{base}/{MANIFEST_NAME}", f"{base}/{CURRENT_NAME}"}
+        ours = {session_dir(run, step, session.session) for session in sessions}
+        found: list[Garbage] = []
+        waiting = [(base, 0)]
+        while waiting and len(found) < FOREIGN_SHOWN_MAX:
+            directory, depth = waiting.pop()
+            listing = await tier.tier.list(directory)
+            for info in listing.objects:
+                if info.key not in known:
+                    found.append(Garbage("foreign", tier.name, info.key, "not ours, by our rows; never touched"))
+            for name in listing.directories:
+                path = f"{directory}/{name}"
+                if path in ours or depth > 0:
+                    if depth < DEPTH_MAX:
+                        waiting.append((path, depth + 1))
+                else:
+                    found.append(Garbage("foreign", tier.name, path, "a session of another node, or not ours; never touched"))
+            await asyncio.sleep(0)
+        return found
+
+
+def _is_superseded(session: SessionRow) -> bool:
+    return bool(session.publish) and all(state is PublishState.SUPERSEDED for state in session.publish.values())
+
+
+def _keys_of(txn: ReadTxn, session: SessionRow, node_id: str) -> dict[str, ShardRow | None]:
+    """Keys that rows of this session stand for: its shards, and its part records."""
+    keys: dict[str, ShardRow | None] = {
+        shard_key(session.run, session.step, session.session, row.name): row for row in txn.shards(session.id)
+    }
+    for writer in range(session.writers):
+        keys[part_key(session.run, session.step, session.session, writer)] = None
+    return keys
+
+
+def _all_here(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every writer of the session saves through this node: nobody else writes in its directory."""
+    return len([part for part in txn.parts(session.id) if not part.is_adopted]) >= session.writers
+
+
+def _is_temp(item: Leftover) -> bool:
+    return item.key.rpartition("/")[2] == item.id
+
+
+def _below(key: str, directories: Sequence[str]) -> bool:
+    return any(key.startswith(f"{directory}/") for directory in directories)
+
+
+def _leftover(item: Leftover, tier: MonitoredTier, mine: bool, older_than_s: float) -> Garbage:
+    if not mine:
+        what = "an upload or temporary file that may be another node's; never touched"
+        return Garbage("foreign", tier.name, item.key, what, item.age_s)
+    what = "an upload or temporary file of ours that nothing writes any more"
+    return Garbage("upload", tier.name, item.key, what, item.age_s, item.age_s >= older_than_s, item.id)
+
+
+def as_finding(item: Garbage) -> Finding:
+    """For fsck, which leaves all of it to gc."""
+    kind = {"foreign": "foreign_file", "upload": "orphan_upload", "superseded": "superseded_session"}[item.kind]
+    remedy = "" if item.kind == "foreign" else "`forebay gc` deletes it"
+    return Finding(kind, item.where, item.what, Severity.NOTE, path=item.path, remedy=remedy, outcome=item.outcome)
