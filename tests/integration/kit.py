@@ -232,7 +232,7 @@ class Raw:
     def __init__(self, gateway: GatewayProcess, *, message_bytes_max: int = frames.MAX_MESSAGE_BYTES) -> None:
         options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", message_bytes_max)]
         self.channel = grpc.insecure_channel(f"unix:{gateway.socket}", options=options)
-        self._put = self.channel.stream_stream("/forebay.v1.Gateway/PutShard")
+        self._put: Any = self.channel.stream_stream("/forebay.v1.Gateway/PutShard")
         self.call("GetPressure", pb.GetPressureRequest(), pb.Pressure)  # connected from here on
 
     def put(self, messages: Iterable[bytes]) -> pb.Receipt:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,10 @@ def saved(pair: Pair, job: Job) -> Pair:
     return pair
 
 
+def missing_writers(client: forebay.Client, job: Job) -> list[int]:
+    return [missing.writer for missing in client.describe(job.run, job.step).missing]
+
+
 def lose(gateway: GatewayProcess) -> None:
     """The node dies and its disk with it."""
     gateway.kill()
@@ -52,9 +57,11 @@ def test_a_partial_checkpoint_is_never_visible(pair: Pair, job: Job, tmp_path: P
         # Until both parts lie on both tiers there could be an excuse; from then on only writer 2 is missing. What waits still
         # is `.metadata`, which readers take for the sign of completeness.
         eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: pending == [1, 1])
+        # And what waits for a writer is no drain that stalls.
+        eventually(lambda: [tier.oldest_pending_s for tier in client.status().tiers], lambda ages: ages == [None, None])
     for gateway in pair:
         with forebay.Client(gateway.address) as client:
-            eventually(lambda c=client: [m.writer for m in c.describe(job.run, job.step).missing], lambda found: found == [2])
+            eventually(partial(missing_writers, client, job), lambda found: found == [2])
             assert client.latest(job.run) is None
             found = client.describe(job.run, job.step)
             assert (found.state, found.complete) == ("incomplete", False)

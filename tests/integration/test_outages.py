@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from integration.conftest import MakeGateway
 from integration.kit import Job, eventually, files_below, some_bytes
 
 MIB = 1 << 20
-SLOW = {"bandwidth": "2MiB", "concurrency": 1}
+SLOW: dict[str, Any] = {"bandwidth": "2MiB", "concurrency": 1}
 
 
 class LongJob(Job):

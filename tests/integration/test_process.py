@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -129,7 +131,7 @@ def test_movers_end_when_the_gateway_is_killed(make: MakeGateway, root: Path) ->
 
 
 @pytest.fixture
-def channel(make: MakeGateway) -> grpc.Channel:
+def channel(make: MakeGateway) -> Iterator[grpc.Channel]:
     gateway = make().start()
     with grpc.insecure_channel(f"unix:{gateway.socket}") as opened:
         yield opened
@@ -151,7 +153,7 @@ def test_reflection_is_enough_to_call_a_method(channel: grpc.Channel) -> None:
     assert {"forebay.v1.Gateway", "forebay.v1.Admin", "grpc.health.v1.Health"} <= set(database.get_services())
     service = descriptor_pool.DescriptorPool(database).FindServiceByName("forebay.v1.Admin")
     method = service.methods_by_name["GetStatus"]
-    call = channel.unary_unary(
+    call: Any = channel.unary_unary(
         "/forebay.v1.Admin/GetStatus",
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=GetMessageClass(method.output_type).FromString,

@@ -8,7 +8,7 @@ import pytest
 import forebay
 from forebay.demo.gateways import GatewayProcess
 from integration.conftest import Bucket
-from integration.kit import Cluster, Job, assert_refused, eventually, files_below
+from integration.kit import Cluster, Job, assert_refused, eventually, files_below, held
 
 Pair = Cluster[Bucket]
 
@@ -78,17 +78,19 @@ def test_a_pinned_checkpoint_is_refused(pair: Pair, saved: Job, tmp_path: Path) 
 
 def test_the_only_copy_goes_by_force_alone(pair: Pair, job: Job, tmp_path: Path) -> None:
     job.writers = 1
-    pair.a.cli("queue", "hold")
-    try:
-        job.save(pair.a, 0)
-        assert_refused(pair.a.cli("rm", job.run, "7", "--yes", check=False), 2, "force")
-        job.assert_restores(pair.a, tmp_path / "restored", "cache")
-        pair.a.cli("rm", job.run, "7", "--yes", "--force")
-    finally:
-        pair.a.cli("queue", "release")
     with forebay.Client(pair.a.address) as client:
+
+        def pending() -> list[int]:
+            return [tier.pending_copies for tier in client.status().tiers]
+
+        before = pending()
+        with held(pair.a):
+            job.save(pair.a, 0)
+            assert_refused(pair.a.cli("rm", job.run, "7", "--yes", check=False), 2, "force")
+            job.assert_restores(pair.a, tmp_path / "restored", "cache")
+            pair.a.cli("rm", job.run, "7", "--yes", "--force")
         assert client.latest(job.run) is None
-        eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: pending == [0, 0])
+        eventually(pending, lambda now: now == before)
     assert not (pair.root / job.directory).exists() or files_below(pair.root / job.directory) == {}
     assert pair.bucket.keys(job.directory) == []
 

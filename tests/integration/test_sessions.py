@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def sessions_on_tiers(pair: Pair, job: Job) -> list[str]:
     """Whose manifest stands on each tier."""
     key = f"{job.directory}/manifest.json"
     return [Manifest.from_json(document).session for document in ((pair.root / key).read_bytes(), pair.bucket.get(key))]
+
+
+def waiting_copies(client: forebay.Client) -> int:
+    """Of all tiers."""
+    return sum(tier.pending_copies for tier in client.status().tiers)
+
+
+def incomplete_runs(client: forebay.Client) -> list[str]:
+    """As status lists them."""
+    return [item.run for item in client.status().incomplete]
 
 
 def current(pair: Pair, job: Job) -> str:
@@ -91,8 +102,8 @@ def test_a_job_that_should_be_dead_does_not_replace_its_successor(pair: Pair, jo
     for gateway in pair:
         with forebay.Client(gateway.address) as client:
             # Both gateways are done with it: nothing waits, and what stands is the new one.
-            eventually(lambda c=client: sum(tier.pending_copies for tier in c.status().tiers), lambda copies: copies == 0)
-            eventually(lambda c=client: [item.run for item in c.status().incomplete], lambda runs: job.run not in runs)
+            eventually(partial(waiting_copies, client), lambda copies: copies == 0)
+            eventually(partial(incomplete_runs, client), lambda runs: job.run not in runs)
             assert client.describe(new.run, new.step).session == "launch-2"
     assert sessions_on_tiers(pair, job) == ["launch-2", "launch-2"]
     assert current(pair, job) == session8("launch-2")

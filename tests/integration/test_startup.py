@@ -18,7 +18,7 @@ def serve(config: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([str(FOREBAY), "serve", "--config", str(config)], capture_output=True, text=True, timeout=30)
 
 
-BAD_FILES = {
+BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "no TOML": ("[node\nid = 1", "TOML"),
     "not UTF-8": (b"\xff\xfe\x00[node]", "utf-8"),
     "unknown key": ('[node]\nlissten = ["127.0.0.1:1"]\n[cache]\npath = "/tmp/x"\n', "node.listen"),

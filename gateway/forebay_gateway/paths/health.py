@@ -4,17 +4,21 @@ Owns what counts as an alarm and how bad it is. Takes no action.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
-from forebay_gateway.paths.find import is_complete, sessions_of
+from forebay_gateway.paths.find import is_complete, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.tiers.monitor import TierState
 
 STALLED_AFTER_S = 30.0
 SKEW_S_MAX = 300.0
+LOOK_AHEAD_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class Health:
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
             for tier in self._node.tier_names:
-                head = next(iter(txn.pending(tier)), None)
+                entries = islice(txn.pending(tier), LOOK_AHEAD_MAX)
+                head = next((entry for entry in entries if not _waits_for_writers(txn, entry.key)), None)
                 if head is None:
                     self._heads.pop(tier, None)
                 elif tier not in self._heads or self._heads[tier][0] != head.key:
@@ -160,3 +165,9 @@ class Health:
                 )
             )
         return alarms
+
+
+def _waits_for_writers(txn: ReadTxn, key: ShardKey) -> bool:
+    """Whether a queued shard may not go yet, because other writers have not committed: that is no stall of the drain."""
+    row, session = txn.shard(key), txn.session(key.session_id)
+    return row is not None and session is not None and is_commit_last(row.name) and bool(missing_parts(txn, session))

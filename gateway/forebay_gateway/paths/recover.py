@@ -74,6 +74,7 @@ async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> set[int]:
             node.budget.freed(row.disk_size - left)
         if bad or row.state is ShardState.QUARANTINED:
             _tell_lost(node, row)
+            node.ask_mend(row.key)
     for key in [key for key, file in files.items() if not file.size]:
         log.warning("an empty file lies among the shards key=%s", key)
     return {row.session_id for row in rows if row.state is ShardState.SEALED}
@@ -133,14 +134,19 @@ async def _adopt_files(node: Node, files: dict[ShardKey, FoundFile]) -> None:
     with node.catalog.read() as txn:
         strangers = [file for key, file in files.items() if (row := txn.shard(key)) is None or not row.disk_size]
     for file in strangers:
-        try:
-            footer, chunks = await node.io.run(_read_footer, file.path)
-            await node.catalog.write(partial(_adopt, file, footer, chunks))
-            node.budget.adopted(file.size)
-            log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
-        except (ForebayError, OSError) as error:
-            log.warning("dropped a file that no acknowledgement covers path=%s reason=%s", file.path, error)
-            await node.io.run(node.cache.unlink, file.path)
+        await adopt_or_drop(node, file)
+
+
+async def adopt_or_drop(node: Node, file: FoundFile) -> None:
+    """A sealed file without a row: by its footer it is an acknowledged shard, or nothing that anybody was promised."""
+    try:
+        footer, chunks = await node.io.run(_read_footer, file.path)
+        await node.catalog.write(partial(_adopt, file, footer, chunks))
+        node.budget.adopted(file.size)
+        log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
+    except (ForebayError, OSError) as error:
+        log.warning("dropped a file that no acknowledgement covers path=%s reason=%s", file.path, error)
+        await node.io.run(node.cache.unlink, file.path)
 
 
 def _read_footer(path: Path) -> tuple[Footer, bytes]:
@@ -238,7 +244,7 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
         uploads = [(key, upload) for key, name, upload in txn.uploads() if name == tier.name]
         sessions = list(txn.unpublished(tier.name))
     for key, upload in uploads:
-        pass
+        await tier.tier.abort_upload(upload.key, upload.upload_id)
         await node.catalog.write(partial(clear_upload, key, tier.name))
     for session in sessions:
         await tier.tier.sweep(manifest_key(session.run, session.step))
@@ -286,7 +292,7 @@ class _CheckReports:
         if report.failure.kind == "unavailable":
             raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
 
-        pass
+        await self._tier.tier.sweep(self._items[index].key)
 
         def act(txn: WriteTxn) -> ShardRow | None:
             copy, row = txn.copy(key, name), txn.shard(key)

@@ -14,7 +14,7 @@ from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
@@ -140,6 +140,11 @@ class Retention:
     ) -> None:
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
+        await self._shards_off_tier(tier, row, sessions, shards)
+
+    async def _shards_off_tier(
+        self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
+    ) -> None:
         with self._node.catalog.read() as txn:
             uploads = [upload for shard in shards if (upload := txn.upload(shard.key, tier.name)) is not None]
         for upload in uploads:  # their records go with the rows
@@ -153,6 +158,28 @@ class Retention:
                     keys.append(announce_key(row.run, row.step, session.session, writer))
         for begin in range(0, len(keys), DELETES_AT_ONCE):
             await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
+
+    async def drop_superseded(self, session: SessionRow) -> None:
+        """Delete a session that yielded to a newer one of its step on every tier; the checkpoint and its manifest stay.
+
+        Raises Unavailable where a tier is away or something is on its way: nothing is forgotten then, and it can be repeated.
+        """
+        async with self._lock:
+            with self._node.catalog.read() as txn:
+                row, current = txn.checkpoint(session.run, session.step), txn.session(session.id)
+                shards = list(txn.shards(session.id))
+            if row is None or current is None or row.deleting:
+                return
+            for name in current.publish:
+                tier = self._node.tiers.get(name)
+                if tier is None or not tier.usable or self._under_way(tier, [current], shards):
+                    raise Unavailable("a tier that holds the session cannot be cleaned now", tier=name, retry_after_s=5.0)
+                if current.publish[name] is not PublishState.SUPERSEDED:
+                    raise InvalidArgument("the session is not superseded everywhere", tier=name)
+            for name in current.publish:
+                await self._shards_off_tier(self._node.tiers[name], row, [current], shards)
+            await self._out_of_cache([current], shards)
+        self._node.changes.tell()
 
     def _under_way(self, tier: MonitoredTier, sessions: list[SessionRow], shards: list[ShardRow]) -> bool:
         """After the marking neither a copy nor a document is begun any more; those that were have to end first."""

@@ -356,3 +356,499 @@ class SetQueueResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetQueueResponse: _TypeAlias = SetQueueResponse  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    step: _builtins.int
+    source: _builtins.str
+    """"" and "all": every copy; "cache", or a tier's name"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "source", b"source", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class CopyReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """of the shard, or of a document"""
+    where: _builtins.str
+    """"cache", or a tier's name"""
+    state: _builtins.str
+    """"good", "bad", "absent", "pending", "unreachable" """
+    size: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        where: _builtins.str = ...,
+        state: _builtins.str = ...,
+        size: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason", "size", b"size", "state", b"state", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyReport: _TypeAlias = CopyReport  # noqa: Y015
+
+@_typing.final
+class ScrubRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    action: _builtins.str
+    """"start", "stop", "" or "status" """
+    def __init__(
+        self,
+        *,
+        action: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScrubRequest: _TypeAlias = ScrubRequest  # noqa: Y015
+
+@_typing.final
+class ScrubStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    EVERY_S_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    COPIES_BAD_FIELD_NUMBER: _builtins.int
+    COPIES_NOT_ASKED_FIELD_NUMBER: _builtins.int
+    NEXT_IN_S_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"running", "stopped", "waiting", "off" """
+    rate_bytes_per_s: _builtins.int
+    every_s: _builtins.float
+    """0: only when started"""
+    passes: _builtins.int
+    shards: _builtins.int
+    """of the pass under way, else of the last one; likewise below"""
+    bytes: _builtins.int
+    bad: _builtins.int
+    copies: _builtins.int
+    copies_bad: _builtins.int
+    copies_not_asked: _builtins.int
+    next_in_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+        every_s: _builtins.float = ...,
+        passes: _builtins.int = ...,
+        shards: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        bad: _builtins.int = ...,
+        copies: _builtins.int = ...,
+        copies_bad: _builtins.int = ...,
+        copies_not_asked: _builtins.int = ...,
+        next_in_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "next_in_s", b"next_in_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "bad", b"bad", "bytes", b"bytes", "copies", b"copies", "copies_bad", b"copies_bad", "copies_not_asked", b"copies_not_asked", "every_s", b"every_s", "next_in_s", b"next_in_s", "passes", b"passes", "rate_bytes_per_s", b"rate_bytes_per_s", "shards", b"shards", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_in_s: _TypeAlias = _typing.Literal["next_in_s"]  # noqa: Y015
+    _WhichOneofArgType__next_in_s: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_in_s) -> _WhichOneofReturnType__next_in_s | None: ...
+
+Global___ScrubStatus: _TypeAlias = ScrubStatus  # noqa: Y015
+
+@_typing.final
+class FsckRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEEP_FIELD_NUMBER: _builtins.int
+    deep: _builtins.bool
+    """read every byte"""
+    def __init__(
+        self,
+        *,
+        deep: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deep", b"deep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckRequest: _TypeAlias = FsckRequest  # noqa: Y015
+
+@_typing.final
+class RepairRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_FIELD_NUMBER: _builtins.int
+    DEEP_FIELD_NUMBER: _builtins.int
+    apply: _builtins.bool
+    deep: _builtins.bool
+    def __init__(
+        self,
+        *,
+        apply: _builtins.bool = ...,
+        deep: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "deep", b"deep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepairRequest: _TypeAlias = RepairRequest  # noqa: Y015
+
+@_typing.final
+class Finding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    severity: _builtins.str
+    """"error", "note" """
+    where: _builtins.str
+    """"cache", "catalog", or a tier's name"""
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    name: _builtins.str
+    path: _builtins.str
+    """below the cache's directory, or the key on the tier"""
+    what: _builtins.str
+    remedy: _builtins.str
+    """what a repair does; "" where it can do nothing"""
+    outcome: _builtins.str
+    """of a repair: "repaired", or why not"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        severity: _builtins.str = ...,
+        where: _builtins.str = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        what: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "outcome", b"outcome", "path", b"path", "remedy", b"remedy", "run", b"run", "session", b"session", "severity", b"severity", "step", b"step", "what", b"what", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finding: _TypeAlias = Finding  # noqa: Y015
+
+@_typing.final
+class ListQuarantineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """"" all"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantineRequest: _TypeAlias = ListQuarantineRequest  # noqa: Y015
+
+@_typing.final
+class Quarantined(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    GOOD_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    name: _builtins.str
+    where: _builtins.str
+    path: _builtins.str
+    size: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def good(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """where a good copy is known to be"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        name: _builtins.str = ...,
+        where: _builtins.str = ...,
+        path: _builtins.str = ...,
+        size: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        good: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["good", b"good", "id", b"id", "name", b"name", "path", b"path", "reason", b"reason", "run", b"run", "session", b"session", "size", b"size", "step", b"step", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantined: _TypeAlias = Quarantined  # noqa: Y015
+
+@_typing.final
+class ReleaseQuarantineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    force: _builtins.bool
+    """also where no good copy is known"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseQuarantineRequest: _TypeAlias = ReleaseQuarantineRequest  # noqa: Y015
+
+@_typing.final
+class CollectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_FIELD_NUMBER: _builtins.int
+    OLDER_THAN_S_FIELD_NUMBER: _builtins.int
+    apply: _builtins.bool
+    older_than_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        apply: _builtins.bool = ...,
+        older_than_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "older_than_s", b"older_than_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectRequest: _TypeAlias = CollectRequest  # noqa: Y015
+
+@_typing.final
+class Garbage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    DELETABLE_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"upload", "superseded", "foreign" """
+    where: _builtins.str
+    path: _builtins.str
+    what: _builtins.str
+    age_s: _builtins.float
+    deletable: _builtins.bool
+    outcome: _builtins.str
+    """with `apply`: "deleted", or why not"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        where: _builtins.str = ...,
+        path: _builtins.str = ...,
+        what: _builtins.str = ...,
+        age_s: _builtins.float | None = ...,
+        deletable: _builtins.bool = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "age_s", b"age_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "age_s", b"age_s", "deletable", b"deletable", "kind", b"kind", "outcome", b"outcome", "path", b"path", "what", b"what", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
+    _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_s) -> _WhichOneofReturnType__age_s | None: ...
+
+Global___Garbage: _TypeAlias = Garbage  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class WarmupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmupRequest: _TypeAlias = WarmupRequest  # noqa: Y015
+
+@_typing.final
+class Moved(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    shards: _builtins.int
+    size: _builtins.int
+    left: _builtins.int
+    reason: _builtins.str
+    """why some were left"""
+    def __init__(
+        self,
+        *,
+        shards: _builtins.int = ...,
+        size: _builtins.int = ...,
+        left: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "reason", b"reason", "shards", b"shards", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIES_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    copies: _builtins.int
+    """in the queues now"""
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        copies: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015

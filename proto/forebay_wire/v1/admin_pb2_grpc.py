@@ -183,3 +183,471 @@ class Admin:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CareStub:
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Verify = channel.unary_stream(
+                '/forebay.v1.Care/Verify',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.CopyReport.FromString,
+                _registered_method=True)
+        self.Scrub = channel.unary_unary(
+                '/forebay.v1.Care/Scrub',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ScrubStatus.FromString,
+                _registered_method=True)
+        self.Fsck = channel.unary_stream(
+                '/forebay.v1.Care/Fsck',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Finding.FromString,
+                _registered_method=True)
+        self.Repair = channel.unary_stream(
+                '/forebay.v1.Care/Repair',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.RepairRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Finding.FromString,
+                _registered_method=True)
+        self.ListQuarantine = channel.unary_stream(
+                '/forebay.v1.Care/ListQuarantine',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Quarantined.FromString,
+                _registered_method=True)
+        self.ReleaseQuarantine = channel.unary_unary(
+                '/forebay.v1.Care/ReleaseQuarantine',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Quarantined.FromString,
+                _registered_method=True)
+        self.Collect = channel.unary_stream(
+                '/forebay.v1.Care/Collect',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Garbage.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/forebay.v1.Care/Evict',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Moved.FromString,
+                _registered_method=True)
+        self.Warmup = channel.unary_unary(
+                '/forebay.v1.Care/Warmup',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.WarmupRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Moved.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/forebay.v1.Care/Drain',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+
+
+class CareServicer:
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE.
+    """
+
+    def Verify(self, request, context):
+        """Every byte of a checkpoint, wherever it lies. A bad copy is quarantined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scrub(self, request, context):
+        """The background reading of the whole cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fsck(self, request, context):
+        """Catalog against files and tiers. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Repair(self, request, context):
+        """What Fsck finds, with what a repair does; does it with `apply`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Collect(self, request, context):
+        """Leftovers on the tiers; what rows of ours own is deleted with `apply`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warmup(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Try every waiting copy now, without the pause after its last failure.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CareServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.CopyReport.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ScrubRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.ScrubStatus.SerializeToString,
+            ),
+            'Fsck': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fsck,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.FsckRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Finding.SerializeToString,
+            ),
+            'Repair': grpc.unary_stream_rpc_method_handler(
+                    servicer.Repair,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.RepairRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Finding.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ListQuarantineRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Quarantined.SerializeToString,
+            ),
+            'ReleaseQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseQuarantine,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Quarantined.SerializeToString,
+            ),
+            'Collect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.CollectRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Garbage.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.EvictRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Moved.SerializeToString,
+            ),
+            'Warmup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warmup,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.WarmupRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Moved.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'forebay.v1.Care', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('forebay.v1.Care', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Care:
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE.
+    """
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/Verify',
+            forebay__wire_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.CopyReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Care/Scrub',
+            forebay__wire_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.ScrubStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fsck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/Fsck',
+            forebay__wire_dot_v1_dot_admin__pb2.FsckRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Finding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Repair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/Repair',
+            forebay__wire_dot_v1_dot_admin__pb2.RepairRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Finding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/ListQuarantine',
+            forebay__wire_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Quarantined.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Care/ReleaseQuarantine',
+            forebay__wire_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Quarantined.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/Collect',
+            forebay__wire_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Garbage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Care/Evict',
+            forebay__wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Moved.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warmup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Care/Warmup',
+            forebay__wire_dot_v1_dot_admin__pb2.WarmupRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Moved.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Care/Drain',
+            forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -71,3 +71,130 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Holds or releases the drain, for all tiers or one."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class CareStub:
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CareAsyncStub: ...
+    Verify: _grpc.UnaryStreamMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.CopyReport]
+    """Every byte of a checkpoint, wherever it lies. A bad copy is quarantined."""
+    Scrub: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScrubRequest, _admin_pb2.ScrubStatus]
+    """The background reading of the whole cache."""
+    Fsck: _grpc.UnaryStreamMultiCallable[_admin_pb2.FsckRequest, _admin_pb2.Finding]
+    """Catalog against files and tiers. Changes nothing."""
+    Repair: _grpc.UnaryStreamMultiCallable[_admin_pb2.RepairRequest, _admin_pb2.Finding]
+    """What Fsck finds, with what a repair does; does it with `apply`."""
+    ListQuarantine: _grpc.UnaryStreamMultiCallable[_admin_pb2.ListQuarantineRequest, _admin_pb2.Quarantined]
+    ReleaseQuarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReleaseQuarantineRequest, _admin_pb2.Quarantined]
+    Collect: _grpc.UnaryStreamMultiCallable[_admin_pb2.CollectRequest, _admin_pb2.Garbage]
+    """Leftovers on the tiers; what rows of ours own is deleted with `apply`."""
+    Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.Moved]
+    Warmup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.Moved]
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Try every waiting copy now, without the pause after its last failure."""
+
+@_typing.type_check_only
+class CareAsyncStub(CareStub):
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Verify: _aio.UnaryStreamMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.CopyReport]  # type: ignore[assignment]
+    """Every byte of a checkpoint, wherever it lies. A bad copy is quarantined."""
+    Scrub: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScrubRequest, _admin_pb2.ScrubStatus]  # type: ignore[assignment]
+    """The background reading of the whole cache."""
+    Fsck: _aio.UnaryStreamMultiCallable[_admin_pb2.FsckRequest, _admin_pb2.Finding]  # type: ignore[assignment]
+    """Catalog against files and tiers. Changes nothing."""
+    Repair: _aio.UnaryStreamMultiCallable[_admin_pb2.RepairRequest, _admin_pb2.Finding]  # type: ignore[assignment]
+    """What Fsck finds, with what a repair does; does it with `apply`."""
+    ListQuarantine: _aio.UnaryStreamMultiCallable[_admin_pb2.ListQuarantineRequest, _admin_pb2.Quarantined]  # type: ignore[assignment]
+    ReleaseQuarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReleaseQuarantineRequest, _admin_pb2.Quarantined]  # type: ignore[assignment]
+    Collect: _aio.UnaryStreamMultiCallable[_admin_pb2.CollectRequest, _admin_pb2.Garbage]  # type: ignore[assignment]
+    """Leftovers on the tiers; what rows of ours own is deleted with `apply`."""
+    Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.Moved]  # type: ignore[assignment]
+    Warmup: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.Moved]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Try every waiting copy now, without the pause after its last failure."""
+
+class CareServicer(metaclass=_abc_1.ABCMeta):
+    """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _admin_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.CopyReport], _abc.AsyncIterator[_admin_pb2.CopyReport]]:
+        """Every byte of a checkpoint, wherever it lies. A bad copy is quarantined."""
+
+    @_abc_1.abstractmethod
+    def Scrub(
+        self,
+        request: _admin_pb2.ScrubRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ScrubStatus, _abc.Awaitable[_admin_pb2.ScrubStatus]]:
+        """The background reading of the whole cache."""
+
+    @_abc_1.abstractmethod
+    def Fsck(
+        self,
+        request: _admin_pb2.FsckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Finding], _abc.AsyncIterator[_admin_pb2.Finding]]:
+        """Catalog against files and tiers. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Repair(
+        self,
+        request: _admin_pb2.RepairRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Finding], _abc.AsyncIterator[_admin_pb2.Finding]]:
+        """What Fsck finds, with what a repair does; does it with `apply`."""
+
+    @_abc_1.abstractmethod
+    def ListQuarantine(
+        self,
+        request: _admin_pb2.ListQuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Quarantined], _abc.AsyncIterator[_admin_pb2.Quarantined]]: ...
+
+    @_abc_1.abstractmethod
+    def ReleaseQuarantine(
+        self,
+        request: _admin_pb2.ReleaseQuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Quarantined, _abc.Awaitable[_admin_pb2.Quarantined]]: ...
+
+    @_abc_1.abstractmethod
+    def Collect(
+        self,
+        request: _admin_pb2.CollectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Garbage], _abc.AsyncIterator[_admin_pb2.Garbage]]:
+        """Leftovers on the tiers; what rows of ours own is deleted with `apply`."""
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _admin_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Moved, _abc.Awaitable[_admin_pb2.Moved]]: ...
+
+    @_abc_1.abstractmethod
+    def Warmup(
+        self,
+        request: _admin_pb2.WarmupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Moved, _abc.Awaitable[_admin_pb2.Moved]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Try every waiting copy now, without the pause after its last failure."""
+
+def add_CareServicer_to_server(servicer: CareServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

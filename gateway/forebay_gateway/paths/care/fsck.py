@@ -3,8 +3,8 @@
     cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for each session and tier: the
     documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what nobody here owns
 
-Owns the comparisons; each finding names its remedy, which is repair.py's to carry out. While the gateway serves, what looks wrong
-is looked at twice: a stream may be between its file and its row.
+Owns the comparisons; each finding names its remedy, which is repair.py's to carry out. While the gateway serves, what looks
+wrong is looked at twice: a stream may be between its file and its row.
 """
 
 import asyncio
@@ -310,14 +310,17 @@ class Checker:
         for begin in range(0, len(verified), HEADS_AT_ONCE):
             group = verified[begin : begin + HEADS_AT_ONCE]
             heads = await asyncio.gather(*(self._head(session, row, tier) for row in group))
+            found = []
             with self._node.catalog.read() as txn:
                 for row, problem in zip(group, heads, strict=True):
                     if txn.shard(row.key) is None:
                         continue
                     if problem is None:
                         whole.append((row, shard_item(txn, session, row)))
-                        continue
-                    yield self._copy_finding(txn, session, row, tier, *problem)
+                    else:
+                        found.append(self._copy_finding(txn, session, row, tier, *problem))
+            for finding in found:
+                yield finding
         for batch in batches(whole) if deep else ():
             errors = await check_copies(self._node, tier, [item for _, item in batch])
             for (row, _), error in zip(batch, errors, strict=True):

@@ -1,7 +1,7 @@
 """What is left over on the tiers, and may go: only what rows of ours own, and only after a time.
 
-    uploads and temporary files below our sessions that nothing here writes any more; sessions of ours that a newer one superseded
-    on every tier -> listed; deleted when told. Everything else that lies there is foreign: listed, never touched.
+    uploads and temporary files below our sessions that nothing here writes any more; sessions of ours that a newer one
+    superseded on every tier -> listed; deleted when told. Everything else that lies there is foreign: listed, never touched.
 
 Owns the judgement whose a thing is. Where that cannot be told, it is foreign.
 """

@@ -1,6 +1,6 @@
 """What lies in quarantine, why, and its release by an operator.
 
-Owns ids, the list and the release. A quarantined cache file stays where it is until it is repaired or released; nothing moves it.
+Owns ids, the list and the release. A quarantined cache file stays where it is until it is repaired or released.
 """
 
 from collections.abc import AsyncGenerator
@@ -40,7 +40,7 @@ class Quarantine:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def list(self) -> AsyncGenerator[Quarantined, None]:
+    async def entries(self) -> AsyncGenerator[Quarantined, None]:
         """All of it: copies on tiers by their queues, cache files by a walk over the rows."""
         after: ShardKey | None = None
         while True:

@@ -1,0 +1,155 @@
+"""Care without a running gateway: fsck and rebuild on a cache that nobody else has open.
+
+Owns opening the node's parts for one command, under the cache's lock, and closing them. What is checked and made is paths/care's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from forebay_gateway.base.clock import SystemClock
+from forebay_gateway.base.logs import setup_logging
+from forebay_gateway.build import Gateway, open_node
+from forebay_gateway.cache.layout import CacheDir, FoundFile
+from forebay_gateway.catalog import Catalog, CatalogDamaged
+from forebay_gateway.core.config import Config
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
+from forebay_gateway.paths.care.finding import Finding
+from forebay_gateway.paths.care.fsck import Checker
+from forebay_gateway.paths.care.gc import Collector
+from forebay_gateway.paths.care.rebuild import adopt_from_tiers, damage_note, set_aside
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.recover import recover
+from forebay_gateway.paths.retain import Retention
+from forebay_gateway.serve import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """What a rebuild finds, and did. Of the cache's files: counts."""
+
+    damage: str  # empty for a catalog that can be used
+    sealed_files: int
+    part_files: int
+    applied: bool = False
+    aside: str = ""
+    checkpoints: int = 0  # known after it
+    from_tiers: int = 0  # of those, on tiers that could be reached
+    unreachable: tuple[str, ...] = ()
+
+
+def fsck(config_path: str | None, deep: bool) -> list[dict[str, Any]]:
+    """All findings, as plain values. Raises ForebayError: a gateway has the cache open, another format, no such cache."""
+    return asyncio.run(_fsck(*_setup(config_path), deep))
+
+
+def rebuild(config_path: str | None, apply: bool, force: bool) -> dict[str, Any]:
+    """What there is to rebuild from, and with `apply` the rebuild. Raises ForebayError."""
+    return asdict(asyncio.run(_rebuild(*_setup(config_path), apply, force)))
+
+
+def _setup(config_path: str | None) -> tuple[Config, str]:
+    config, source = read_config(config_path)
+    setup_logging("error" if config.log.level != "debug" else "debug", config.log.format)
+    if not (Path(config.cache.path) / "FORMAT").is_file():
+        raise InvalidArgument(f"there is no forebay cache at {config.cache.path}")
+    return config, source
+
+
+@asynccontextmanager
+async def _opened(config: Config, source: str) -> AsyncIterator[Node]:
+    node = await open_node(config, source, SystemClock(), None)
+    gateway = Gateway(node, source)
+    try:
+        for tier in node.tiers.values():
+            await tier.step()
+        yield node
+    finally:
+        await gateway.stop(0.0)
+
+
+async def _fsck(config: Config, source: str, deep: bool) -> list[dict[str, Any]]:
+    try:
+        async with _opened(_with_rebuild(config, "ask"), source) as node:
+            evictor = Evictor(node)
+            checker = Checker(node, evictor, Collector(node, Retention(node, Finder(node))), serving=False)
+            return [_plain(finding) async for finding in checker.check(deep)]
+    except CatalogDamaged as error:
+        return [_plain(_damaged(str(error)))]  # a row in it, met on the way
+    except StartupError as error:
+        if not isinstance(error.__cause__, CatalogDamaged) and not await _is_lost(config):
+            raise
+        return [_plain(_damaged(str(error)))]
+
+
+async def _is_lost(config: Config) -> bool:
+    return bool(await asyncio.to_thread(damage_note, Path(config.cache.path)))
+
+
+def _damaged(why: str) -> Finding:
+    remedy = "`forebay rebuild --apply`, or the next start where cache.rebuild is 'auto'"
+    return Finding("catalog_damaged", "catalog", why, remedy=remedy)
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    values = asdict(finding)
+    return {name: str(value) if name == "severity" else value for name, value in values.items() if name in SHOWN}
+
+
+SHOWN = ("kind", "severity", "where", "run", "step", "session", "name", "path", "what", "remedy", "outcome")
+
+
+def _with_rebuild(config: Config, mode: str) -> Config:
+    return replace(config, cache=replace(config.cache, rebuild=mode))
+
+
+async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Rebuild:
+    path = Path(config.cache.path)
+    cache = CacheDir.open(path, config.node.id)
+    try:
+        found = Rebuild(await _damage(path, config), *_count(list(cache.scan())))
+        if not apply:
+            return found
+        if not found.damage and not force:
+            raise InvalidArgument("the catalog can be used, so there is nothing to rebuild; --force rebuilds it all the same")
+        aside = await asyncio.to_thread(set_aside, path)
+    finally:
+        cache.release()
+    async with _opened(_with_rebuild(config, "auto"), source) as node:
+        await recover(node)
+        on_tiers = await adopt_from_tiers(node, Finder(node))
+        with node.catalog.read() as txn:
+            checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))
+        away = tuple(tier.name for tier in node.unreachable_tiers())
+    return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away)
+
+
+async def _damage(path: Path, config: Config) -> str:
+    """Why the catalog cannot be used; every shard's row is read."""
+    if why := await asyncio.to_thread(damage_note, path):
+        return why
+    try:
+        catalog = await Catalog.open(path / "catalog", tiers=[tier.name for tier in config.tiers], node=config.node.id)
+    except CatalogDamaged as error:
+        return str(error)
+    try:
+        with catalog.read() as txn:
+            for row in txn.all_shards():
+                txn.copies(row.key)
+            list(txn.sessions())
+    except ForebayError as error:
+        return str(error)
+    finally:
+        await catalog.close()
+    return ""
+
+
+def _count(files: list[FoundFile]) -> tuple[int, int]:
+    return sum(file.kind == "shard" for file in files), sum(file.kind == "part" for file in files)

@@ -1,0 +1,217 @@
+"""forebay.v1.Care: the operator's checks, repairs and deletions.
+
+Owns decoding and encoding, and which calls take the maintenance lock.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.paths.care.finding import Finding
+from forebay_gateway.paths.care.fsck import Checker
+from forebay_gateway.paths.care.gc import Collector, Garbage
+from forebay_gateway.paths.care.lock import Maintenance
+from forebay_gateway.paths.care.quarantine import Quarantine, Quarantined
+from forebay_gateway.paths.care.repair import Repairer
+from forebay_gateway.paths.care.scrub import Scrubber
+from forebay_gateway.paths.care.space import Moved, Space
+from forebay_gateway.paths.care.verify import Verifier
+from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.node import Node
+from forebay_gateway.rpc.status import Context, answers, streams
+from forebay_wire.names import InvalidName, check_run
+from forebay_wire.v1 import admin_pb2 as pb
+
+
+@dataclass
+class Care:
+    """The care paths, as the service calls them."""
+
+    verify: Verifier
+    scrub: Scrubber
+    check: Checker
+    repair: Repairer
+    quarantine: Quarantine
+    collect: Collector
+    space: Space
+    drains: dict[str, Drain]
+
+
+class CareService:
+    """One instance a gateway."""
+
+    def __init__(self, node: Node, care: Care) -> None:
+        self._node = node
+        self._care = care
+        self._lock = Maintenance()
+
+    @streams
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> AsyncIterator[pb.CopyReport]:
+        """See admin.proto."""
+        check_name(request.run)
+        with self._lock.hold("verify"):
+            async with aclosing(self._care.verify.verify(request.run, request.step, request.source)) as reports:
+                async for report in reports:
+                    yield pb.CopyReport(
+                        name=report.name, where=report.where, state=report.verdict, size=report.size, reason=report.reason
+                    )
+
+    @answers
+    async def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubStatus:
+        """See admin.proto."""
+        match request.action:
+            case "start":
+                await self._care.scrub.start()
+            case "stop":
+                await self._care.scrub.stop()
+            case "" | "status":
+                pass
+            case _:
+                raise InvalidArgument(f"a scrub can be started and stopped, not {request.action!r}")
+        return self._scrub_status()
+
+    def _scrub_status(self) -> pb.ScrubStatus:
+        cache, scrub = self._node.config.cache, self._care.scrub
+        state, next_in_s = scrub.state, scrub.next_in_s
+        idle = "stopped" if state.paused else "waiting" if next_in_s is not None else "off"
+        message = pb.ScrubStatus(
+            state="running" if state.running else idle,
+            rate_bytes_per_s=cache.scrub_rate,
+            every_s=cache.scrub_every,
+            passes=state.passes,
+            shards=state.shards,
+            bytes=state.bytes,
+            bad=state.bad,
+            copies=state.copies,
+            copies_bad=state.copies_bad,
+            copies_not_asked=state.copies_not_asked,
+        )
+        if next_in_s is not None:
+            message.next_in_s = next_in_s
+        return message
+
+    @streams
+    async def Fsck(self, request: pb.FsckRequest, context: Context) -> AsyncIterator[pb.Finding]:
+        """See admin.proto."""
+        with self._lock.hold("fsck"):
+            async with aclosing(self._care.check.check(request.deep)) as findings:
+                async for found in findings:
+                    yield finding(found)
+
+    @streams
+    async def Repair(self, request: pb.RepairRequest, context: Context) -> AsyncIterator[pb.Finding]:
+        """See admin.proto."""
+        with self._lock.hold("repair"):
+            async with aclosing(self._care.repair.repair(request.apply, request.deep)) as findings:
+                async for found in findings:
+                    yield finding(found)
+
+    @streams
+    async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> AsyncIterator[pb.Quarantined]:
+        """See admin.proto."""
+        if request.id:
+            yield quarantined(self._care.quarantine.show(request.id))
+            return
+        async with aclosing(self._care.quarantine.entries()) as entries:
+            async for entry in entries:
+                yield quarantined(entry)
+
+    @answers
+    async def ReleaseQuarantine(self, request: pb.ReleaseQuarantineRequest, context: Context) -> pb.Quarantined:
+        """See admin.proto."""
+        with self._lock.hold("quarantine release"):
+            return quarantined(await self._care.quarantine.release(request.id, request.force))
+
+    @streams
+    async def Collect(self, request: pb.CollectRequest, context: Context) -> AsyncIterator[pb.Garbage]:
+        """See admin.proto."""
+        if request.older_than_s < 0:
+            raise InvalidArgument("an age is not negative", older_than_s=request.older_than_s)
+        with self._lock.hold("gc"):
+            act = self._care.collect.collect if request.apply else self._care.collect.survey
+            for item in await act(request.older_than_s):
+                yield garbage(item)
+
+    @answers
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.Moved:
+        """See admin.proto."""
+        check_name(request.run)
+        return moved(await self._care.space.evict(request.run, request.step))
+
+    @answers
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.Moved:
+        """See admin.proto."""
+        check_name(request.run)
+        return moved(await self._care.space.warm_up(request.run, request.step))
+
+    @answers
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """See admin.proto."""
+        for drain in self._care.drains.values():
+            drain.retry_now()
+        self._node.changes.tell()
+        with self._node.catalog.read() as txn:
+            tiers = [txn.totals().tiers[name] for name in self._node.tier_names]
+        return pb.DrainResponse(copies=sum(tier.copies for tier in tiers), size=sum(tier.size for tier in tiers))
+
+
+def check_name(run: str) -> None:
+    """Raise InvalidArgument for what can be no run's name."""
+    try:
+        check_run(run)
+    except InvalidName as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def finding(value: Finding) -> pb.Finding:
+    """As a message."""
+    return pb.Finding(
+        kind=value.kind,
+        severity=value.severity,
+        where=value.where,
+        run=value.run,
+        step=value.step,
+        session=value.session,
+        name=value.name,
+        path=value.path,
+        what=value.what,
+        remedy=value.remedy,
+        outcome=value.outcome,
+    )
+
+
+def quarantined(value: Quarantined) -> pb.Quarantined:
+    """As a message."""
+    return pb.Quarantined(
+        id=value.id,
+        run=value.run,
+        step=value.step,
+        session=value.session,
+        name=value.name,
+        where=value.where,
+        path=value.path,
+        size=value.size,
+        reason=value.reason,
+        good=value.good,
+    )
+
+
+def garbage(value: Garbage) -> pb.Garbage:
+    """As a message."""
+    message = pb.Garbage(
+        kind=value.kind,
+        where=value.where,
+        path=value.path,
+        what=value.what,
+        deletable=value.deletable,
+        outcome=value.outcome,
+    )
+    if value.age_s is not None:
+        message.age_s = value.age_s
+    return message
+
+
+def moved(value: Moved) -> pb.Moved:
+    """As a message."""
+    return pb.Moved(shards=value.shards, size=value.size, left=value.left, reason=value.reason)
