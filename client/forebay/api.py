@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from forebay import directories
+from forebay.care import Care
 from forebay.connection import Connection
 from forebay.convert import record
 from forebay.errors import Incomplete, InvalidArgument, NotFound, Unsupported
@@ -231,6 +232,11 @@ class Client:
         return record(answer, Deletion)
 
     # Operating
+
+    @property
+    def care(self) -> Care:
+        """Checks and repairs of what the gateway stores."""
+        return Care(self._connection)
 
     def status(self) -> Status:
         """The gateway at a glance."""

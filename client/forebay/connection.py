@@ -53,6 +53,7 @@ class Stubs:
     channel: grpc.Channel
     gateway: gateway_pb2_grpc.GatewayStub
     admin: admin_pb2_grpc.AdminStub
+    care: admin_pb2_grpc.CareStub
     put_shard: Callable[[Iterator[bytes]], Any]
     read_shard: Callable[[gateway_pb2.ReadShardRequest], Any]
 
@@ -65,6 +66,7 @@ def _open(target: str) -> Stubs:
         channel=channel,
         gateway=gateway_pb2_grpc.GatewayStub(channel),
         admin=admin_pb2_grpc.AdminStub(channel),
+        care=admin_pb2_grpc.CareStub(channel),
         put_shard=channel.stream_stream(  # type: ignore[arg-type]  # bytes pass as they are
             "/forebay.v1.Gateway/PutShard",
             request_serializer=None,

@@ -30,6 +30,12 @@ _RECORDS: dict[type[Message], type[Any]] = {
     admin_pb2.TierStatus: types.TierStatus,
     admin_pb2.MoverStatus: types.MoverStatus,
     admin_pb2.Alarm: types.Alarm,
+    admin_pb2.CopyReport: types.CopyReport,
+    admin_pb2.ScrubStatus: types.ScrubStatus,
+    admin_pb2.Finding: types.Finding,
+    admin_pb2.Quarantined: types.Quarantined,
+    admin_pb2.Garbage: types.Garbage,
+    admin_pb2.Moved: types.Moved,
 }
 
 

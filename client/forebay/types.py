@@ -249,3 +249,87 @@ class Status:
     incomplete: tuple[Checkpoint, ...]
     listen: tuple[str, ...]
     loop_lag_p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """One copy of one shard, read for its own sake. `state` is "good", "bad", "absent", "pending" or "unreachable"."""
+
+    name: str
+    where: str
+    state: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """The background reading of the cache. Counts are of the pass under way, else of the last one."""
+
+    state: str
+    rate_bytes_per_s: int
+    every_s: float
+    passes: int
+    shards: int
+    bytes: int
+    bad: int
+    copies: int
+    copies_bad: int
+    copies_not_asked: int
+    next_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that fsck found. `remedy` is what a repair does, empty for nothing; `outcome` what came of it."""
+
+    kind: str
+    severity: str
+    where: str
+    run: str
+    step: int
+    session: str
+    name: str
+    path: str
+    what: str
+    remedy: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A bad copy. `good` names where a good one is known to be."""
+
+    id: str
+    run: str
+    step: int
+    session: str
+    name: str
+    where: str
+    path: str
+    size: int
+    reason: str
+    good: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Something left over on a tier: `kind` is "upload", "superseded" or "foreign"; only what is `deletable` ever goes."""
+
+    kind: str
+    where: str
+    path: str
+    what: str
+    age_s: float | None
+    deletable: bool
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Shards and bytes that came into the cache or left it; `left` were not moved, for `reason`."""
+
+    shards: int
+    size: int
+    left: int
+    reason: str

@@ -22,11 +22,20 @@ from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.base.tasks import Crew, Worker
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.catalog import Catalog
+from forebay_gateway.catalog import Catalog, CatalogDamaged, is_damage
 from forebay_gateway.core.config import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.paths.care.fsck import Checker
+from forebay_gateway.paths.care.gc import Collector
+from forebay_gateway.paths.care.mend import Mender
+from forebay_gateway.paths.care.quarantine import Quarantine
+from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, tell
+from forebay_gateway.paths.care.repair import Repairer
+from forebay_gateway.paths.care.scrub import Scrubber
+from forebay_gateway.paths.care.space import Space
+from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.complete import Announcer, Completion
 from forebay_gateway.paths.drain import Drain, held_setting
@@ -40,6 +49,7 @@ from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
+from forebay_gateway.rpc.care_service import Care, CareService
 from forebay_gateway.rpc.gateway_service import GatewayService, Paths
 from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.factory import open_tier
@@ -49,8 +59,9 @@ from forebay_wire.v1 import admin_pb2, gateway_pb2
 
 log = logging.getLogger("forebay.gateway")
 
-SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin")
+SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin", "forebay.v1.Care")
 BUFFERS_BYTES = 64 << 20  # of chunks on their way to and from the disk
+SETTLE_S_MAX = 10.0
 RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
 
 # Clients ping every 30 s (client/forebay); a server that thinks this too often would cut healthy connections.
@@ -75,6 +86,7 @@ class Gateway:
         self._crew = Crew()
         self._server: grpc.aio.Server | None = None
         self._sockets: list[Path] = []
+        self._writes: WritePath | None = None
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
 
@@ -83,36 +95,55 @@ class Gateway:
         """Open, recover, serve. Raises StartupError with what to do; nothing stays open then."""
         clock = clock or SystemClock()
         catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        node = await _open_node(config, clock, catalog_failed)
-        gateway = cls(node, source, catalog_failed)
-        try:
-            await recover(node)
-            gateway._wire()
-            await gateway._listen()
-        except BaseException:
-            await gateway.stop(0.0)
-            raise
-        return gateway
+        while True:
+            node = await open_node(config, source, clock, catalog_failed)
+            gateway = cls(node, source, catalog_failed)
+            try:
+                await recover(node)
+                gateway._wire()
+                await gateway._listen()
+            except CatalogDamaged as error:  # what opening it did not show; the next round takes it for damaged
+                await gateway.stop(0.0)
+                await asyncio.to_thread(note_damage, node.cache.path, error)
+                if node.rebuilt:
+                    raise
+            except BaseException:
+                await gateway.stop(0.0)
+                raise
+            else:
+                return gateway
 
     def _wire(self) -> None:
         """Paths, workers, services."""
         node = self.node
         evictor = Evictor(node)
         finder = Finder(node)
-        writes = WritePath(node, evictor)
+        writes = self._writes = WritePath(node, evictor)
         commits = CommitPath(node, writes)
         retention = Retention(node, finder)
-        paths = Paths(writes, commits, finder, ReadPath(node, finder, evictor), Waiter(node, finder), retention)
+        reads = ReadPath(node, finder, evictor)
+        paths = Paths(writes, commits, finder, reads, Waiter(node, finder), retention)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         for tier in node.tiers.values():
             drains[tier.name] = self._wire_tier(tier)
+        mender = Mender(node, reads)
+        care = _care(node, finder, reads, evictor, retention, mender, drains)
         changing = [
             Worker("evict", evictor.step, node.clock, 5.0),
+            Worker("mend", mender.step, node.clock, 2.0),
             Worker("announce", Announcer(node).step, node.clock, 5.0),
             Worker("retain", retention.step, node.clock, 60.0),
         ]
-        quiet = [Worker("silent", commits.drop_silent, node.clock, 60.0), Worker("health", watch.step, node.clock, 1.0)]
+        scrub = Worker("scrub", care.scrub.step, node.clock, 60.0)
+        care.scrub.on_start(scrub.wake)
+        quiet = [
+            Worker("silent", commits.drop_silent, node.clock, 60.0),
+            Worker("health", watch.step, node.clock, 1.0),
+            scrub,
+        ]
+        for tier in node.tiers.values():
+            tier.on_return(mender.retry_now)
         for worker in changing:
             node.changes.listen(worker.wake)
         for worker in (*changing, *quiet):
@@ -126,6 +157,7 @@ class Gateway:
                     admin_pb2.DESCRIPTOR.services_by_name["Admin"],
                     AdminService(node, watch, writes, drains, self._source),
                 ),
+                handlers(admin_pb2.DESCRIPTOR.services_by_name["Care"], CareService(node, care)),
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
@@ -174,9 +206,14 @@ class Gateway:
         working = asyncio.ensure_future(self._crew.run_until_failure())
         watched: set[asyncio.Future[Any]] = {working, self._catalog_failed}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if self._catalog_failed.done():
-            raise self._catalog_failed.result()
-        await working
+        try:
+            if self._catalog_failed.done():
+                raise self._catalog_failed.result()
+            await working
+        except Exception as error:
+            if is_damage(error):  # the next start must not trust it
+                await asyncio.to_thread(note_damage, self.node.cache.path, error)
+            raise
 
     async def stop(self, grace_s: float) -> None:
         """In order: no new calls, streams end, workers finish their step, movers end, catalog closes, the lock goes."""
@@ -185,6 +222,8 @@ class Gateway:
             await self._health_service.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._writes is not None:  # gRPC does not wait for handlers that it cancels: they have files to remove yet
+            await self._writes.settled(SETTLE_S_MAX)
         stopping = asyncio.ensure_future(self._crew.stop(grace_s))
         await node.movers.stop(min(grace_s, 2.0))
         await stopping
@@ -197,7 +236,7 @@ class Gateway:
             path.unlink(missing_ok=True)
 
 
-async def _open_node(config: Config, clock: Clock, catalog_failed: "asyncio.Future[BaseException]") -> Node:
+async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "asyncio.Future[BaseException]") -> Node:
     """Disk, catalog, tiers, movers; what was opened is closed again when a later step fails."""
 
     def failed(error: BaseException) -> None:
@@ -210,7 +249,7 @@ async def _open_node(config: Config, clock: Clock, catalog_failed: "asyncio.Futu
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
         names = [tier.name for tier in config.tiers]
-        catalog = await Catalog.open(path / "catalog", tiers=names, node=config.node.id, on_failure=failed)
+        catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
         with catalog.read() as txn:
             used = txn.totals().used
             held = {name for name in names if txn.setting(held_setting(name))}
@@ -237,7 +276,7 @@ async def _open_node(config: Config, clock: Clock, catalog_failed: "asyncio.Futu
         used=used,
         drain_rate=lambda: min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0),
     )
-    return Node(
+    node = Node(
         id=config.node.id,
         config=config,
         clock=clock,
@@ -248,6 +287,8 @@ async def _open_node(config: Config, clock: Clock, catalog_failed: "asyncio.Futu
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
     )
+    tell(node, rebuilt)
+    return node
 
 
 def root_setting(tier: TierConfig) -> str:
@@ -260,6 +301,30 @@ async def _remember_root(catalog: Catalog, tier: TierConfig, proved: Capabilitie
     mark = proved.notes.get("marker")
     if mark is not None:
         await catalog.write(lambda txn: txn.set_setting(root_setting(tier), mark.encode()))
+
+
+def _care(
+    node: Node,
+    finder: Finder,
+    reads: ReadPath,
+    evictor: Evictor,
+    retention: Retention,
+    mender: Mender,
+    drains: dict[str, Drain],
+) -> Care:
+    """The operator's care of what is stored."""
+    collector = Collector(node, retention)
+    checker = Checker(node, evictor, collector, serving=True)
+    return Care(
+        verify=Verifier(node, finder, reads, evictor),
+        scrub=Scrubber(node, reads, evictor),
+        check=checker,
+        repair=Repairer(node, checker, mender),
+        quarantine=Quarantine(node),
+        collect=collector,
+        space=Space(node, finder, reads, evictor),
+        drains=drains,
+    )
 
 
 def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:

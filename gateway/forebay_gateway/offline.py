@@ -1,6 +1,6 @@
 """Care without a running gateway: fsck and rebuild on a cache that nobody else has open.
 
-Owns opening the node's parts for one command, under the cache's lock, and closing them. What is checked and made is paths/care's.
+Owns opening the node's parts for one command, under the cache's lock, and closing them. What is checked is paths/care's.
 """
 
 import asyncio
@@ -65,8 +65,9 @@ def _setup(config_path: str | None) -> tuple[Config, str]:
 
 @asynccontextmanager
 async def _opened(config: Config, source: str) -> AsyncIterator[Node]:
-    node = await open_node(config, source, SystemClock(), None)
-    gateway = Gateway(node, source)
+    catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    node = await open_node(config, source, SystemClock(), catalog_failed)
+    gateway = Gateway(node, source, catalog_failed)
     try:
         for tier in node.tiers.values():
             await tier.step()

@@ -479,7 +479,7 @@ def test_the_command_line_says_it_with_its_exit_code(gateway: GatewayProcess, tm
     cases: list[tuple[tuple[str, ...], int, str]] = [
         ((*save, "s"), 1, "other content"),
         (("save", str(source), "--run", "a//b", "--step", "1"), 2, "empty segment"),
-        (("save", str(tmp_path / "nothing"), "--run", "cli", "--step", "2"), 1, "nothing"),
+        (("save", str(tmp_path / "nothing"), "--run", "cli", "--step", "2"), 2, "not a directory"),
         (
             ("save", str(source), "--run", "cli", "--step", "2", "--writers", "2", "--writer", "2", "--session", "s"),
             2,

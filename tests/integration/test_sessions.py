@@ -95,14 +95,18 @@ def test_a_restarted_job_replaces_the_step_when_it_is_complete(doomed: Pair, job
 def test_a_job_that_should_be_dead_does_not_replace_its_successor(pair: Pair, job: Job, tmp_path: Path) -> None:
     """The old launch's last writer commits after the new launch is complete: too late."""
     old, new = job, replace(job, session="launch-2")
+    waiting: list[int] = []
+    for gateway in pair:
+        with forebay.Client(gateway.address) as client:
+            waiting.append(waiting_copies(client))
     old.save(pair.a, 0)
     old.save(pair.b, 1)
     new.save_and_wait(pair)
     old.save(pair.a, 2)
-    for gateway in pair:
+    for gateway, before in zip(pair, waiting, strict=True):
         with forebay.Client(gateway.address) as client:
-            # Both gateways are done with it: nothing waits, and what stands is the new one.
-            eventually(partial(waiting_copies, client), lambda copies: copies == 0)
+            # Both gateways are done with it: nothing of it waits, and what stands is the new one.
+            eventually(partial(waiting_copies, client), before.__eq__)
             eventually(partial(incomplete_runs, client), lambda runs: job.run not in runs)
             assert client.describe(new.run, new.step).session == "launch-2"
     assert sessions_on_tiers(pair, job) == ["launch-2", "launch-2"]

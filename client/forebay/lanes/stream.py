@@ -1,13 +1,15 @@
 """The stream lane: shards as chunk messages over gRPC.
 
 Owns one attempt of each call: what is sent, in which order, and the checks on what comes back. Does not own repeating
-(writer.py, reader.py). gRPC pulls requests from a thread of its own, so CRCs are computed there while this thread waits.
+(writer.py, reader.py). gRPC pulls requests from a thread of its own; what it pulls is made ready on another one.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -23,7 +25,42 @@ from forebay_wire.v1 import gateway_pb2 as pb
 # PutMany requests sent and not yet answered. Two keep the gateway busy while one travels; more only use memory.
 REQUESTS_IN_FLIGHT = 3
 
+# Messages made before gRPC asks for them: while one travels, the next is read, checksummed and framed.
+MESSAGES_AHEAD = 2
+READ_AHEAD_ABOVE_BYTES = 4 << 20  # a shorter read has about one message: a thread for it would cost more than it saves
+
 OnBytes = Callable[[int], None]
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """Calls `produce` on a thread of its own, at most `depth` results ahead of their consumer; None is the last result."""
+
+    def __init__(self, produce: Callable[[], T | None], depth: int) -> None:
+        self._produce = produce
+        self._slots = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="forebay-ahead", daemon=True).start()
+
+    def _run(self) -> None:
+        result: T | None
+        while True:
+            self._slots.acquire()
+            result = self._produce()
+            self._ready.put(result)
+            if result is None:
+                return
+            result = None  # not held while waiting
+
+    def next(self) -> T | None:
+        """The next result; None at the end."""
+        result = self._ready.get()
+        self._slots.release()
+        return result
+
+    def hurry(self) -> None:
+        """Wake a thread that waits for its consumer: what it produces next should be the end."""
+        self._slots.release()
 
 
 class ChunkMismatch(Corrupt):
@@ -40,6 +77,7 @@ class PutStream:
         self._go: queue.SimpleQueue[pb.Accepted | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._reading = threading.Lock()
+        self._ahead: Ahead[bytes] | None = None
         self.on_error: Callable[[], object] = lambda: None
         self.error: Exception | None = None
         self.began = False
@@ -54,6 +92,8 @@ class PutStream:
         """No more requests. When it returns, a replayable source is not read any more and may be read anew."""
         self._stopped.set()
         self._go.put(None)
+        if self._ahead is not None:
+            self._ahead.hurry()
         if self._source.replayable:  # another may block for as long as its producer likes, and is never read twice
             with self._reading:
                 pass
@@ -68,7 +108,13 @@ class PutStream:
         # What the gateway already has is not sent again: only its size and checksum are compared.
         send = not accepted.HasField("existing")
         pieces = self._source.chunks(accepted.chunk_size)
-        while (message := self._next(pieces, accepted.chunk_size, send)) is not None:
+        produce: Callable[[], bytes | None] = partial(self._next, pieces, accepted.chunk_size, send)
+        if self._header.HasField("size") and self._header.size <= accepted.chunk_size:
+            following = produce  # one chunk: nothing to overlap with
+        else:
+            self._ahead = Ahead(produce, MESSAGES_AHEAD)
+            following = self._ahead.next
+        while (message := following()) is not None:
             if message:
                 yield message
         if self.error is not None:
@@ -254,8 +300,9 @@ def read_shard(connection: Connection, request: pb.ReadShardRequest) -> Iterator
     at, end = request.offset, request.offset + request.length
     call = connection.start(lambda stubs: stubs.read_shard, request, doing)
     with cancel.watching(call):
+        received = _Received(call) if request.length > READ_AHEAD_ABOVE_BYTES else None
         try:
-            for message in call:
+            for message in call if received is None else received.messages():
                 frame = frames.decode_read_response(message)
                 if frame.offset != at or at + frame.data.nbytes > end:
                     raise ChunkMismatch(f"{doing}: bytes {frame.offset} to {frame.offset + frame.data.nbytes} came at {at}")
@@ -267,5 +314,39 @@ def read_shard(connection: Connection, request: pb.ReadShardRequest) -> Iterator
             raise ChunkMismatch(f"{doing}: {error}") from error
         except grpc.RpcError as error:
             raise connection.translate(error, doing) from error
+        finally:
+            if received is not None:
+                received.stop()
     if at != end:
         raise Unavailable(f"{doing}: the stream ended at byte {at} of {end}")
+
+
+class _Received:
+    """The messages of a read, received while the ones before are checked and copied."""
+
+    def __init__(self, call: Iterator[bytes]) -> None:
+        self._call = call
+        self._error: Exception | None = None
+        self._stopped = False
+        self._ahead: Ahead[bytes] = Ahead(self._receive, MESSAGES_AHEAD)
+
+    def _receive(self) -> bytes | None:
+        if self._stopped:
+            return None
+        try:
+            return next(self._call, None)
+        except Exception as error:  # noqa: BLE001 - handed to the reader's thread, which raises it
+            self._error = error
+            return None
+
+    def messages(self) -> Iterator[bytes]:
+        """All of them; raises what receiving raised."""
+        while (message := self._ahead.next()) is not None:
+            yield message
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """No more are wanted; the call is cancelled by its owner."""
+        self._stopped = True
+        self._ahead.hurry()

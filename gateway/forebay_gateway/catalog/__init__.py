@@ -4,5 +4,6 @@ from forebay_gateway.catalog.env import Catalog
 from forebay_gateway.catalog.mutations import WriteTxn
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged
+from forebay_gateway.catalog.storage import is_damage
 
-__all__ = ["Catalog", "CatalogDamaged", "ReadTxn", "WriteTxn"]
+__all__ = ["Catalog", "CatalogDamaged", "ReadTxn", "WriteTxn", "is_damage"]

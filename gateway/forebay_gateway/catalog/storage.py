@@ -34,6 +34,11 @@ _ENDED = "the read transaction has ended"
 _OVERSTAYED = "a catalog read was held across an await; read what you need, leave the block, then await"
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether it says that the catalog cannot be trusted any more, rather than that the machine lacks something."""
+    return isinstance(error, (CatalogDamaged, *_DAMAGE))
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes of the map and of the file, in bytes."""

@@ -11,6 +11,7 @@ from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
+from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.find import is_complete, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
@@ -60,7 +61,7 @@ class Health:
         with self._node.catalog.read() as txn:
             for tier in self._node.tier_names:
                 entries = islice(txn.pending(tier), LOOK_AHEAD_MAX)
-                head = next((entry for entry in entries if not _waits_for_writers(txn, entry.key)), None)
+                head = next((entry for entry in entries if _may_go(txn, entry.key, tier)), None)
                 if head is None:
                     self._heads.pop(tier, None)
                 elif tier not in self._heads or self._heads[tier][0] != head.key:
@@ -167,7 +168,9 @@ class Health:
         return alarms
 
 
-def _waits_for_writers(txn: ReadTxn, key: ShardKey) -> bool:
-    """Whether a queued shard may not go yet, because other writers have not committed: that is no stall of the drain."""
-    row, session = txn.shard(key), txn.session(key.session_id)
-    return row is not None and session is not None and is_commit_last(row.name) and bool(missing_parts(txn, session))
+def _may_go(txn: ReadTxn, key: ShardKey, tier: str) -> bool:
+    """Whether the drain could move this entry: what waits for other writers, or for repair, is no stall of the drain."""
+    row, session, copy = txn.shard(key), txn.session(key.session_id), txn.copy(key, tier)
+    if row is None or session is None or copy is None or copy.state is CopyState.QUARANTINED:
+        return False
+    return not (is_commit_last(row.name) and missing_parts(txn, session))

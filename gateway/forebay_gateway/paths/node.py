@@ -66,6 +66,11 @@ class Node:
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether this process has made the catalog anew."""
+        return "catalog-rebuilt" in self.alarms
+
+    @property
     def tier_names(self) -> tuple[str, ...]:
         """Of all configured tiers."""
         return tuple(self.tiers)

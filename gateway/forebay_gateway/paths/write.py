@@ -83,6 +83,8 @@ class WritePath:
         self._receiving: dict[tuple[int, str], int] = {}  # (session, shard name): writer that streams it now
         self._last_heard_s: dict[tuple[int, int], float] = {}  # (session, writer): monotonic
         self.open_streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.growth_bytes = min(GROWTH_BYTES_MAX, max(4 * node.config.cache.chunk_size, node.budget.capacity // 64))
 
     # -- one shard by stream -------------------------------------------------------------------------------------------
@@ -126,14 +128,22 @@ class WritePath:
             raise Unavailable(f"shard {name!r} is being written by another stream", retry_after_s=0.5, writer=holder)
         self._receiving[key] = part.writer
         self.open_streams += 1
+        self._idle.clear()
 
         def give_back() -> None:
             del self._receiving[key]
             self.open_streams -= 1
+            if not self.open_streams:
+                self._idle.set()
 
         stack = contextlib.ExitStack()
         stack.callback(give_back)
         return stack
+
+    async def settled(self, timeout_s: float) -> None:
+        """Until every stream is sealed or undone, at most `timeout_s`. Others tell them to end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     # -- many small shards ---------------------------------------------------------------------------------------------
 

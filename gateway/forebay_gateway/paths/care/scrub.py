@@ -8,6 +8,7 @@ left to their commit and drain. The wall clock says when the next pass is due, a
 """
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -58,6 +59,7 @@ class Scrubber:
         self._every_s = node.config.cache.scrub_every
         self._chunk = 0  # within the shard behind the cursor
         self._saved_s = float("-inf")
+        self._wake: Callable[[], None] = lambda: None
         self._published: dict[tuple[str, int], bool] = {}  # (tier, session): whether the manifest stands there
         with node.catalog.read() as txn:
             self.state = decode_state(txn.setting(SETTING))
@@ -70,6 +72,10 @@ class Scrubber:
         left_s = self.state.ended_wall_s + self._every_s - self._node.clock.wall()
         return max(0.0, min(self._every_s, left_s))
 
+    def on_start(self, wake: Callable[[], None]) -> None:
+        """Call `wake` when an operator starts a pass."""
+        self._wake = wake
+
     async def start(self) -> None:
         """Begin a pass, or go on with the one that was stopped. Raises InvalidArgument, Unavailable."""
         if not self._rate:
@@ -80,6 +86,7 @@ class Scrubber:
             self._begin()
         self.state.running, self.state.paused = True, False
         await self._save()
+        self._wake()
 
     async def stop(self) -> None:
         """Pause; the cursor stays. Raises InvalidArgument where nothing runs or would."""

@@ -1,0 +1,340 @@
+"""`verify`, `scrub`, `fsck`, `repair`, `quarantine`, `rebuild`, `gc`: is every copy good, and what to do where it is not.
+
+Owns the commands. Checks exit 4 when something is bad. What destroys something is a dry run without --apply.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forebay.cli import exits
+from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.exits import UsageError
+from forebay.cli.output import duration_text, print_json, say, say_state, size_text, table
+from forebay.cli.serve import gateway_missing
+from forebay.errors import ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay.types import CopyReport, Finding, Garbage, Quarantined, ScrubStatus
+
+_Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this only say what would be done.")]
+_Deep = Annotated[bool, typer.Option("--deep", help="Read every byte, in the cache and on the tiers.")]
+_ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="The gateway's configuration.", show_default=False)
+]
+_Id = Annotated[str, typer.Argument(metavar="ID", help="As `quarantine ls` shows it, such as 12-34@pfs.", show_default=False)]
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (verify, scrub, fsck, repair, rebuild):
+        app.command()(command)
+    app.command("gc")(collect)
+    group = typer.Typer(help="Look at bad copies, and drop them.", no_args_is_help=True, rich_markup_mode=None)
+    group.command("ls")(quarantine_list)
+    group.command("show")(quarantine_show)
+    group.command("release")(quarantine_release)
+    app.add_typer(group, name="quarantine")
+
+
+# -- verify and scrub ----------------------------------------------------------------------------------------------------
+
+
+def verify(
+    run: RunName,
+    step: StepNumber,
+    source: Annotated[str, typer.Option("--from", metavar="cache|TIER|all", help="Which copies to read.")] = "all",
+    json: Json = False,
+) -> int:
+    """Read every byte of a checkpoint where it lies, and compare it with its checksums. Bad copies go into quarantine.
+
+    Exit 4 when a copy is bad, 5 when one could not be read. JSON keys: run, step, good, bad, absent, pending, unreachable,
+    copies (name, where, state, size, reason).
+    """
+    reports: list[CopyReport] = []
+    with client() as gateway:
+        for report in gateway.care.verify(run, step, source):
+            reports.append(report)
+            if not json and report.state not in ("good", "absent"):
+                say_state(f"{report.where:<12} ", report.state, f" {report.name}: {report.reason}")
+    counts = {state: sum(report.state == state for report in reports) for state in _STATES}
+    if json:
+        print_json({"run": run, "step": step, **counts, "copies": reports})
+    else:
+        _say_verified(run, step, reports, counts)
+    return exits.CORRUPT if counts["bad"] else exits.UNAVAILABLE if counts["unreachable"] else exits.DONE
+
+
+_STATES = ("good", "bad", "absent", "pending", "unreachable")
+
+
+def _say_verified(run: str, step: int, reports: list[CopyReport], counts: dict[str, int]) -> None:
+    read = sum(report.size for report in reports if report.state == "good")
+    shown = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    say(f"{run}/{step}: {shown or 'no copies'}; {size_text(read)} read and good")
+
+
+def scrub(
+    start: Annotated[bool, typer.Option("--start", help="Begin now, or go on after --stop.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Pause until --start.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Say how far it is; this is the default.")] = False,
+    json: Json = False,
+) -> int:
+    """Start, stop or show the slow reading of the whole cache in the background.
+
+    Exit 4 when the pass found something bad. JSON keys: state, rate_bytes_per_s, every_s, passes, shards, bytes, bad, copies,
+    copies_bad, copies_not_asked, next_in_s.
+    """
+    if start + stop + status > 1:
+        raise UsageError("scrub: give one of --start, --stop and --status")
+    with client() as gateway:
+        found = gateway.care.scrub("start" if start else "stop" if stop else "status")
+    print_json(found) if json else _say_scrub(found)
+    return exits.CORRUPT if (found.bad or found.copies_bad) and not (start or stop) else exits.DONE
+
+
+def _say_scrub(found: ScrubStatus) -> None:
+    pace = f"{size_text(found.rate_bytes_per_s)}/s" if found.rate_bytes_per_s else "off"
+    every = f", every {duration_text(found.every_s)}" if found.every_s else ", only when started"
+    say(f"scrub {found.state}, {pace}{every if found.rate_bytes_per_s else ''}, {found.passes} passes done")
+    say(f"cache  {found.shards} shards, {size_text(found.bytes)} read, {found.bad} bad")
+    away = f", {found.copies_not_asked} not asked (tier away)" if found.copies_not_asked else ""
+    say(f"tiers  {found.copies} copies asked for, {found.copies_bad} bad{away}")
+    if found.next_in_s is not None:
+        say(f"next   in {duration_text(found.next_in_s)}")
+
+
+# -- fsck and repair -----------------------------------------------------------------------------------------------------
+
+
+def fsck(
+    deep: _Deep = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Without a gateway; takes the cache's lock.")] = False,
+    config: _ConfigFile = None,
+    json: Json = False,
+) -> int:
+    """Compare the catalog with the cache's files and the tiers. Changes nothing.
+
+    Exit 4 when something is wrong. JSON: a list of findings with kind, severity, where, run, step, session, name, path, what,
+    remedy, outcome.
+    """
+    if config is not None and not offline:
+        raise UsageError("fsck: --config goes with --offline")
+    if offline:
+        return _tell_findings((Finding(**found) for found in _offline("fsck", config, deep)), json)
+    with client() as gateway:
+        return _tell_findings(gateway.care.fsck(deep=deep), json)
+
+
+def repair(apply: _Apply = False, deep: _Deep = False, json: Json = False) -> int:
+    """Mend what fsck finds, where that can be done. A dry run unless --apply is given.
+
+    Exit 4 when something is wrong that is not, or would not be, repaired. JSON: as fsck.
+    """
+    with client() as gateway:
+        findings = gateway.care.repair(apply=apply, deep=deep)
+        return _tell_findings(findings, json, repairing=True, applied=apply)
+
+
+def _tell_findings(findings: Iterable[Finding], json: bool, *, repairing: bool = False, applied: bool = False) -> int:
+    found = []
+    for finding in findings:
+        found.append(finding)
+        if not json:
+            _say_finding(finding)
+    errors = [finding for finding in found if finding.severity == "error"]
+    left = [finding for finding in errors if not _is_mended(finding, applied)] if repairing else errors
+    if json:
+        print_json(found)
+    else:
+        say(_summary(errors, left, len(found) - len(errors), repairing, applied))
+    return exits.CORRUPT if left else exits.DONE
+
+
+def _is_mended(finding: Finding, applied: bool) -> bool:
+    return finding.outcome == "repaired" if applied else bool(finding.remedy)
+
+
+def _say_finding(finding: Finding) -> None:
+    shard = f" {finding.run}/{finding.step} {finding.name}".rstrip() if finding.run else ""
+    at = f" [{finding.path}]" if finding.path else ""
+    say_state("", "critical" if finding.severity == "error" else "note", f" {finding.where}{shard}: {finding.what}{at}")
+    if finding.outcome:
+        say(f"    {finding.remedy}: {finding.outcome}")
+    elif finding.remedy:
+        say(f"    remedy: {finding.remedy}")
+
+
+def _summary(errors: list[Finding], left: list[Finding], notes: int, repairing: bool, applied: bool) -> str:
+    tail = f", {notes} notes" if notes else ""
+    if not errors:
+        return f"nothing is wrong{tail}"
+    if not repairing:
+        return f"{len(errors)} problems{tail}; `forebay repair` says what can be done"
+    if applied:
+        return f"{len(errors)} problems, {len(errors) - len(left)} repaired, {len(left)} left{tail}"
+    return f"{len(errors)} problems, {len(errors) - len(left)} would be repaired, {len(left)} cannot be{tail}; give --apply"
+
+
+# -- quarantine ----------------------------------------------------------------------------------------------------------
+
+
+def quarantine_list(json: Json = False) -> int:
+    """List bad copies in the cache and on the tiers.
+
+    JSON: a list with id, run, step, session, name, where, path, size, reason, good.
+    """
+    with client() as gateway:
+        found = list(gateway.care.quarantine())
+    if json:
+        print_json(found)
+        return exits.DONE
+    rows = [
+        (
+            entry.id,
+            f"{entry.run}/{entry.step}",
+            entry.name,
+            entry.where,
+            size_text(entry.size),
+            ", ".join(entry.good) or "nowhere",
+        )
+        for entry in found
+    ]
+    table(("ID", "CHECKPOINT", "SHARD", "WHERE", "SIZE", "GOOD COPY"), rows, numeric=(4,))
+    return exits.DONE
+
+
+def quarantine_show(id: _Id, json: Json = False) -> int:
+    """Say all about one bad copy. JSON keys: as in `quarantine ls`."""
+    with client() as gateway:
+        entry = _only(gateway.care.quarantine(id), id)
+    print_json(entry) if json else _say_quarantined(entry)
+    return exits.DONE
+
+
+def _only(entries: Iterator[Quarantined], id: str) -> Quarantined:
+    for entry in entries:
+        return entry
+    raise NotFound(f"nothing in quarantine has the id {id!r}")
+
+
+def _say_quarantined(entry: Quarantined) -> None:
+    say(f"{entry.id}: shard {entry.name} of {entry.run}/{entry.step}, session {entry.session}, {size_text(entry.size)}")
+    say(f"  where   {entry.where} {entry.path}".rstrip())
+    say(f"  reason  {entry.reason or 'unknown'}")
+    say(f"  good    {', '.join(entry.good) or 'no good copy is known'}")
+
+
+def quarantine_release(
+    id: _Id,
+    force: Annotated[bool, typer.Option("--force", help="Also where no good copy is known: what is left of it goes.")] = False,
+    json: Json = False,
+) -> int:
+    """Drop a bad copy. Refused where no good one is known, unless --force is given. JSON keys: as in `quarantine ls`."""
+    with client() as gateway:
+        entry = gateway.care.release(id, force=force)
+    if json:
+        print_json(entry)
+    else:
+        good = f"good at {', '.join(entry.good)}" if entry.good else "no good copy is known"
+        say(f"released {entry.id}: shard {entry.name} at {entry.where}; {good}")
+    return exits.DONE
+
+
+# -- rebuild and gc ------------------------------------------------------------------------------------------------------
+
+
+def rebuild(
+    config: _ConfigFile = None,
+    apply: _Apply = False,
+    force: Annotated[bool, typer.Option("--force", help="Also a catalog that can be used.")] = False,
+    json: Json = False,
+) -> int:
+    """Make the catalog anew from the cache's files and the tiers' manifests, without a running gateway.
+
+    A dry run unless --apply is given. The old catalog is kept beside it; pins and held queues are lost.
+
+    JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable.
+    """
+    done = _offline("rebuild", config, apply, force)
+    if json:
+        print_json(done)
+        return exits.DONE
+    say(f"catalog  {'damaged: ' + done['damage'] if done['damage'] else 'can be used'}")
+    say(f"cache    {done['sealed_files']} sealed shard files, {done['part_files']} committed parts")
+    if not done["applied"]:
+        needed = "would set the catalog aside and make it anew from these files and the tiers' manifests; give --apply"
+        say(needed if done["damage"] else "nothing to do; --apply --force makes it anew all the same, without pins and holds")
+        return exits.DONE
+    say(f"rebuilt  {done['checkpoints']} checkpoints are known, {done['from_tiers']} of them complete")
+    if done["aside"]:
+        say(f"kept     the old catalog as {done['aside']}")
+    if done["unreachable"]:
+        say(f"not asked, since they cannot be reached now: {', '.join(done['unreachable'])}")
+    return exits.DONE
+
+
+def _offline(verb: str, config: Path | None, *arguments: object) -> Any:
+    """Run one of forebay_gateway.offline's acts; its errors become this package's."""
+    try:
+        from forebay_gateway import offline
+    except ModuleNotFoundError as error:
+        raise gateway_missing(error) from error
+    act = {"fsck": offline.fsck, "rebuild": offline.rebuild}[verb]
+    try:
+        return act(None if config is None else str(config), *arguments)  # type: ignore[operator]
+    except Exception as error:
+        kind, sentence = getattr(error, "kind", ""), str(error)
+        if not kind:
+            raise
+        if "has this cache open" in sentence:
+            raise Unavailable(f"{verb}: {sentence}; stop the gateway first, or leave --offline away") from error
+        raise (InvalidArgument if kind == "invalid_argument" else ForebayError)(f"{verb}: {sentence}") from error
+
+
+def collect(
+    apply: _Apply = False,
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="TIME", help="Spare what is younger, such as 24h.")
+    ] = "24h",
+    json: Json = False,
+) -> int:
+    """Delete what is left over on the tiers: uploads and temporary files of ours, sessions that a newer one superseded.
+
+    A dry run unless --apply is given. Files of others are listed, and never touched.
+
+    JSON: a list with kind, where, path, what, age_s, deletable, outcome.
+    """
+    age_s = _seconds(older_than)
+    with client() as gateway:
+        found = list(gateway.care.collect(apply=apply, older_than_s=age_s))
+    if json:
+        print_json(found)
+    else:
+        _say_garbage(found, apply)
+    return exits.FAILED if any(item.outcome.startswith("failed") for item in found) else exits.DONE
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS_S else (text, "s")
+    try:
+        value = float(number) * _UNITS_S[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e10:
+        raise UsageError(f"gc: {text!r} is no time; write 90s, 30m, 24h or 7d")
+    return value
+
+
+def _say_garbage(found: list[Garbage], applied: bool) -> None:
+    for item in found:
+        age = f", {duration_text(item.age_s)} old" if item.age_s is not None else ""
+        act = item.outcome or ("would delete" if item.deletable else "leave")
+        say(f"{act}: {item.where} {item.path} ({item.what}{age})")
+    deletable = sum(item.deletable for item in found)
+    if applied:
+        say(f"{sum(item.outcome == 'deleted' for item in found)} of {deletable} deleted, {len(found) - deletable} left alone")
+    else:
+        say(f"{deletable} would be deleted, {len(found) - deletable} left alone" + ("; give --apply" if deletable else ""))

@@ -1,0 +1,71 @@
+"""`evict`, `warmup` and `drain`: what is in the cache, and what leaves it now."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.output import print_json, say, size_text
+from forebay.errors import DeadlineExceeded
+from forebay.types import Moved
+
+_LOOK_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (evict, warmup, drain):
+        app.command()(command)
+
+
+def evict(run: RunName, step: StepNumber, json: Json = False) -> int:
+    """Drop a checkpoint from this node's cache, as far as every required tier holds it.
+
+    JSON keys: shards, size, left, reason.
+    """
+    with client() as gateway:
+        done = gateway.care.evict(run, step)
+    return _tell(done, f"evicted from the cache: {run}/{step}", json)
+
+
+def warmup(run: RunName, step: StepNumber, json: Json = False) -> int:
+    """Fetch a checkpoint from the tiers into this node's cache. JSON keys: shards, size, left, reason."""
+    with client() as gateway:
+        done = gateway.care.warm_up(run, step)
+    return _tell(done, f"fetched into the cache: {run}/{step}", json)
+
+
+def _tell(done: Moved, what: str, json: bool) -> int:
+    if json:
+        print_json(done)
+    else:
+        left = f"; {done.left} stay as they are: {done.reason}" if done.left else ""
+        say(f"{what}, {done.shards} shards, {size_text(done.size)}{left}")
+    return 0
+
+
+def drain(
+    wait: Annotated[bool, typer.Option("--wait", help="Return once every queue is empty.")] = False,
+    timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Exit 8 after these.")] = None,
+    json: Json = False,
+) -> int:
+    """Try every waiting copy now, without the pause after its last failure. JSON keys: waiting, tiers (tier, state, copies)."""
+    deadline_s = None if timeout is None else time.monotonic() + timeout
+    with client() as gateway:
+        gateway.care.drain()
+        while True:
+            tiers = gateway.status().tiers
+            waiting = sum(tier.pending_copies for tier in tiers)
+            if not wait or not waiting:
+                break
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                stuck = ", ".join(f"{tier.name} is {tier.state}" for tier in tiers if tier.pending_copies)
+                raise DeadlineExceeded(f"drain: {waiting} copies still wait ({stuck})")
+            time.sleep(_LOOK_S)
+    if json:
+        shown = [{"tier": tier.name, "state": tier.state, "copies": tier.pending_copies} for tier in tiers]
+        print_json({"waiting": waiting, "tiers": shown})
+    else:
+        say("nothing waits" if not waiting else f"{waiting} copies wait; `forebay status` shows where")
+    return 0
