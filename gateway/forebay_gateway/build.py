@@ -46,6 +46,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.steady import Step, steady
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
@@ -62,6 +63,7 @@ log = logging.getLogger("forebay.gateway")
 SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin", "forebay.v1.Care")
 BUFFERS_BYTES = 64 << 20  # of chunks on their way to and from the disk
 SETTLE_S_MAX = 10.0
+SOCKET_MODE = 0o660  # to connect is to write: the gateway's own user and its group may, whatever the umask
 RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
 
 # Clients ping every 30 s (client/forebay); a server that thinks this too often would cut healthy connections.
@@ -130,16 +132,16 @@ class Gateway:
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains)
         changing = [
-            Worker("evict", evictor.step, node.clock, 5.0),
-            Worker("mend", mender.step, node.clock, 2.0),
-            Worker("announce", Announcer(node).step, node.clock, 5.0),
-            Worker("retain", retention.step, node.clock, 60.0),
+            self._worker("evict", evictor.step, 5.0),
+            self._worker("mend", mender.step, 2.0),
+            self._worker("announce", Announcer(node).step, 5.0),
+            self._worker("retain", retention.step, 60.0),
         ]
-        scrub = Worker("scrub", care.scrub.step, node.clock, 60.0)
+        scrub = self._worker("scrub", care.scrub.step, 60.0)
         care.scrub.on_start(scrub.wake)
         quiet = [
-            Worker("silent", commits.drop_silent, node.clock, 60.0),
-            Worker("health", watch.step, node.clock, 1.0),
+            self._worker("silent", commits.drop_silent, 60.0),
+            self._worker("health", watch.step, 1.0),
             scrub,
         ]
         for tier in node.tiers.values():
@@ -163,6 +165,10 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
+    def _worker(self, name: str, step: Step, idle_s: float) -> Worker:
+        """A background worker that outlives what may pass."""
+        return Worker(name, steady(self.node, name, step), self.node.clock, idle_s)
+
     def _wire_tier(self, tier: MonitoredTier) -> Drain:
         """A tier's three workers: probe, drain, completion."""
         node = self.node
@@ -175,10 +181,10 @@ class Gateway:
         drain = Drain(node, tier, recover_copies=partial(recover_copies, node, tier), verified=wake_all)
         completion = Completion(node, tier, drain)
         workers += [
-            Worker(f"drain {tier.name}", drain.step, node.clock, 5.0),
-            Worker(f"complete {tier.name}", completion.step, node.clock, 5.0),
+            self._worker(f"drain {tier.name}", drain.step, 5.0),
+            self._worker(f"complete {tier.name}", completion.step, 5.0),
         ]
-        probe = Worker(f"probe {tier.name}", tier.step, node.clock, 15.0)
+        probe = self._worker(f"probe {tier.name}", tier.step, 15.0)
 
         def returned() -> None:
             drain.retry_now()
@@ -357,6 +363,8 @@ async def _bind(server: grpc.aio.Server, address: str) -> None:
         raise StartupError(
             f"cannot listen on {address}: it is in use, or this user may not; choose another in node.listen", cause=error
         ) from error
+    if path is not None:
+        await asyncio.to_thread(path.chmod, SOCKET_MODE)
 
 
 def socket_path(address: str) -> Path | None:

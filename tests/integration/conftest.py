@@ -30,6 +30,10 @@ def bucket(seaweed: SeaweedFS) -> Iterator["Bucket"]:
     found.close()
 
 
+# What was found damaged stays as it is until told otherwise, so that tests can look at it.
+KEEPS_BAD = f'{SMALL_CHUNKS}\nrepair = "ask"\nscrub_rate = "1GiB"'
+
+
 class Bucket:
     """A place on the S3 server, looked at with plain botocore."""
 
@@ -55,6 +59,11 @@ class Bucket:
         self._client.put_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}", Body=data)
         self.close()
 
+    def delete(self, key: str) -> None:
+        """Remove an object behind Forebay's back."""
+        self._client.delete_object(Bucket=self.server.bucket, Key=f"{self.prefix}/{key}")
+        self.close()
+
     def keys(self, below: str = "") -> list[str]:
         """All keys below, without the prefix."""
         start = f"{self.prefix}/{below}"
@@ -76,7 +85,7 @@ def cluster_below(directory: Path, server: SeaweedFS) -> Iterator["Cluster[Bucke
     root.mkdir()
     tiers = [posix_tier(root), bucket.tier()]
     a, b = (
-        GatewayProcess(directory, node, tiers, cache_keys=SMALL_CHUNKS, environment=server.environment) for node in ("a", "b")
+        GatewayProcess(directory, node, tiers, cache_keys=KEEPS_BAD, environment=server.environment) for node in ("a", "b")
     )
     try:
         a.start(ready=False)

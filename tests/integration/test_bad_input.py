@@ -485,7 +485,7 @@ def test_the_command_line_says_it_with_its_exit_code(gateway: GatewayProcess, tm
             2,
             "writer 2",
         ),
-        (("save", str(source), "--run", "cli", "--step", "-1"), 2, "-1"),
+        (("save", str(source), "--run", "cli", "--step", "-1"), 2, "--step"),
         (("restore", "no-run", never), 3, "no complete checkpoint"),
         (("restore", "cli", "2", never), 3, "step 2"),
         (("restore", "cli", "two", never), 2, "two"),

@@ -144,7 +144,7 @@ class GatewayProcess:
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, "FOREBAY_ADDRESS": self.address},
+            env={**os.environ, **self.environment, "FOREBAY_ADDRESS": self.address},
         )
         if check and result.returncode:
             raise AssertionError(f"forebay {' '.join(arguments)} -> {result.returncode}: {result.stderr}")

@@ -65,7 +65,9 @@ class Budget:
         self._used = used
         self._reserved = 0
         self._refusing = False
-        self._disk_full = ""
+        self.disk_reason = ""
+        self.disk_needs = 0
+        self.disk_refusals = 0
         self._drain_rate = drain_rate
 
     @property
@@ -114,17 +116,22 @@ class Budget:
         """How much lies above the soft watermark."""
         return max(0, int(self._used + self._reserved - self.capacity * self._soft))
 
-    def disk_full(self, reason: str) -> None:
-        """The disk itself refused; said in status until the next successful write or "" clears it."""
-        self._disk_full = reason
+    def disk_full(self, reason: str, needs_bytes: int = 0) -> None:
+        """The disk itself refused, and `needs_bytes` free would do (0: it did not say); shown until disk_usable()."""
+        self.disk_reason, self.disk_needs = reason, needs_bytes
+        self.disk_refusals += 1
+
+    def disk_usable(self) -> None:
+        """It has space again."""
+        self.disk_reason, self.disk_needs = "", 0
 
     def pressure(self) -> Pressure:
         """For acks and status."""
         self._look_again()
         fill = self.fill
         percent = f"cache {fill:.0%} full"
-        if self._disk_full:
-            return Pressure("refusing", self._disk_full, fill, self._retry_after_s(0))
+        if self.disk_reason:
+            return Pressure("refusing", self.disk_reason, fill, self._retry_after_s(0))
         if self._refusing:
             reason = f"{percent}; taking shards again below {self._reopen:.0%}"
             return Pressure("refusing", reason, fill, self._retry_after_s(0))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from forebay_gateway.cache.footer import BLOCK, align
-from forebay_gateway.core.errors import CacheFull, ForebayError, Unavailable
+from forebay_gateway.core.errors import DiskFull, ForebayError, Unavailable
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -253,14 +253,14 @@ async def settle(futures: "Collection[asyncio.Future[Any]]") -> None:
 def disk_error(error: OSError, act: str, path: Path) -> ForebayError:
     """What an operating system error on the cache's disk means to a caller."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CacheFull(f"the cache's disk is full: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path)
+        return DiskFull(f"the cache's disk is full: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path)
     reason = errno.errorcode.get(error.errno or 0, str(error))
     return Unavailable(f"the cache's disk failed: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path, errno=reason)
 
 
 @contextlib.contextmanager
 def disk_errors(act: str, path: Path) -> Iterator[None]:
-    """Operating system errors inside become CacheFull or Unavailable, cause kept."""
+    """Operating system errors inside become DiskFull or Unavailable, cause kept."""
     try:
         yield
     except OSError as error:

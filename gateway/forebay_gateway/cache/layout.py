@@ -26,6 +26,7 @@ from typing import Literal
 
 from forebay_gateway.base import durable
 from forebay_gateway.cache.footer import BLOCK
+from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.mounts import check_local, existing_ancestor
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.core.records import ShardKey
@@ -159,7 +160,7 @@ class CacheDir:
         """The session's directory, durable. Cheap once this process has made sure of it."""
         path = self.session_path(session_id)
         if session_id not in self._known_sessions:
-            with self._session_mutex:
+            with self._session_mutex, disk_errors("make a session's directory", path):
                 path.mkdir(_PRIVATE_DIR, exist_ok=True)
                 # Also where it was there before: who made it may have been killed before this.
                 durable.sync_dir(path.parent)
@@ -173,7 +174,7 @@ class CacheDir:
     def drop_session_dir(self, session_id: int) -> None:
         """Remove the directory if it is empty; remains, without an error, while anything is in it."""
         path = self.session_path(session_id)
-        with self._session_mutex:
+        with self._session_mutex, disk_errors("remove a session's directory", path):
             self._known_sessions.discard(session_id)
             try:
                 path.rmdir()
@@ -187,17 +188,19 @@ class CacheDir:
         """The committed part's document, whole and durable when this returns."""
         self.make_session_dir(session_id)
         path = self.part_path(session_id, writer, commit_seq)
-        durable.replace_file(path, document, path.name)
+        with disk_errors("write the part's file", path):
+            durable.replace_file(path, document, path.name)
 
     def remove_part_files(self, session_id: int, writer: int | None = None) -> None:
         """All part documents of one writer, or of the whole session together with half-written ones."""
         gone = []
-        for entry in _entries(self.session_path(session_id)):
+        directory = self.session_path(session_id)
+        for entry in _entries(directory):
             found = _classify_data(entry, session_id)
             half_written = found.kind == "incoming" and writer is None
             if half_written or (found.kind == "part" and writer in (None, found.writer)):
                 gone.append(found.path)
-        self.unlink_many(gone)
+        self.unlink_many(gone, directory)
 
     # --- files
 
@@ -205,18 +208,19 @@ class CacheDir:
         """Gone for good when this returns; also when it was not there."""
         self.unlink_many((path,))
 
-    def unlink_many(self, paths: Iterable[Path]) -> None:
-        """Likewise for many, each directory synced once. After an error some may be left."""
-        touched: set[Path] = set()
-        try:
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-                    touched.add(path.parent)
-        finally:
-            for directory in touched:
-                with contextlib.suppress(FileNotFoundError):
-                    durable.sync_dir(directory)
+    def unlink_many(self, paths: Iterable[Path], *directories: Path) -> None:
+        """Likewise for many, each directory (`directories` too) synced once. After an error some may be left: do it again."""
+        touched = set(directories)
+        with disk_errors("remove files", self.path):
+            try:
+                for path in paths:
+                    touched.add(path.parent)  # also where it is gone: an earlier try may have failed before the sync
+                    with contextlib.suppress(FileNotFoundError):
+                        path.unlink()
+            finally:
+                for directory in touched:
+                    with contextlib.suppress(FileNotFoundError):
+                        durable.sync_dir(directory)
 
     def scan(self) -> Iterator[FoundFile]:
         """Every file below the cache directory but the lock, the format and the catalog. Names and sizes, no contents."""

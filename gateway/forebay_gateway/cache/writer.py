@@ -253,7 +253,7 @@ class ShardWriter:
                 self._path.unlink(missing_ok=True)  # unsynced: what is in incoming/ never counts
             elif self._made:
                 self._cache.unlink(self._path)
-        except OSError as error:
+        except (OSError, ForebayError) as error:
             log.warning("cannot remove a dropped shard's file; the next start does path=%s error=%s", self._path, error)
 
     def _open_file(self) -> io.FileIO:

@@ -27,7 +27,7 @@ from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.rows import RisingNumber
 from forebay_gateway.catalog.schema import Transaction
 from forebay_gateway.catalog.storage import Limits, Storage
-from forebay_gateway.core.errors import Unavailable
+from forebay_gateway.core.errors import CacheFull, DiskFull, Unavailable
 
 log = logging.getLogger("forebay.catalog")
 
@@ -46,10 +46,11 @@ FULL_RETRY_S = 60.0
 class _Job:
     """An act on its way: what it gave, or why it did not."""
 
-    __slots__ = ("act", "error", "future", "has_slot", "value")
+    __slots__ = ("act", "error", "frees", "future", "has_slot", "value")
 
-    def __init__(self, act: Callable[[WriteTxn], Any], future: "asyncio.Future[Any]") -> None:
+    def __init__(self, act: Callable[[WriteTxn], Any], future: "asyncio.Future[Any]", frees: bool) -> None:
         self.act = act
+        self.frees = frees
         self.future = future
         self.has_slot = True
         self.value: Any = None
@@ -76,6 +77,7 @@ class Catalog:
         self._slots = asyncio.Semaphore(QUEUED_ACTS_MAX)
         self._closed = False
         self._failure: BaseException | None = None
+        self._no_space = ""
         self._writes = self._groups = self._last_group = 0
         self._readers_checked_s = clock.monotonic()
         self._thread = threading.Thread(target=self._serve, name="catalog-writer", daemon=True)
@@ -108,6 +110,11 @@ class Catalog:
     def is_failed(self) -> bool:
         """Whether a commit failed: what it held may be durable or not, and only the next start can tell."""
         return self._failure is not None
+
+    @property
+    def no_space(self) -> str:
+        """Why the last write was refused for want of disk space; empty once one found space again."""
+        return self._no_space
 
     async def close(self) -> None:
         """Run what was queued, then let go of the file. Later writes raise Unavailable."""
@@ -155,14 +162,15 @@ class Catalog:
 
     # Writing: the event loop's side.
 
-    async def write(self, act: Callable[[WriteTxn], T]) -> T:
+    async def write(self, act: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
         """Run `act` on the writer thread and return its value once the transaction that holds it is synced.
 
         What the act raises is raised here, and then it changed nothing. If the caller is cancelled, the act still runs to its
-        end. Raises Unavailable when the catalog is full, out of disk space, closed, or failed.
+        end. Raises Unavailable when the catalog is full, closed, or failed, DiskFull when it is out of disk space. `frees` says
+        that the act makes space: it may use the blocks that are kept for such acts.
         """
         self._check_usable()
-        job = _Job(act, self._loop.create_future())
+        job = _Job(act, self._loop.create_future(), frees)
         try:
             await self._slots.acquire()
         except asyncio.CancelledError:
@@ -230,8 +238,10 @@ class Catalog:
         try:
             try:
                 self._storage.reserve_space()
-            except Unavailable as error:
-                return self._refuse(jobs, error)
+            except DiskFull as error:
+                self._no_space = str(error)
+                return self._settle_without_space(jobs, error)
+            self._no_space = ""
             return self._commit(jobs)
         except lmdb.MapFullError:
             return self._settle_full(jobs)
@@ -242,6 +252,12 @@ class Catalog:
         except BaseException as error:  # noqa: BLE001 - a dead writer thread must fail its callers, never leave them waiting
             self._fail(error)
             return self._refuse(jobs, _failed(error))
+
+    def _settle_without_space(self, jobs: list[_Job], error: DiskFull) -> int:
+        if jobs[0].frees and self._storage.has_last_blocks():
+            return self._commit(jobs[:1])
+        refused = next((index for index, job in enumerate(jobs) if index and job.frees), len(jobs))
+        return self._refuse(jobs[:refused], error)
 
     def _settle_full(self, jobs: list[_Job]) -> int:
         try:
@@ -288,10 +304,10 @@ class Catalog:
         except BaseException as error:  # noqa: BLE001 - it goes to the caller, whatever it is
             job.error = error
 
-    def _refuse(self, jobs: Sequence[_Job], error: Unavailable) -> int:
+    def _refuse(self, jobs: Sequence[_Job], error: Unavailable | CacheFull) -> int:
         for job in jobs:
             job.value = None
-            job.error = Unavailable(error.sentence, retry_after_s=error.retry_after_s)
+            job.error = type(error)(error.sentence, retry_after_s=error.retry_after_s)
             job.error.__cause__ = error.__cause__
         return len(jobs)
 

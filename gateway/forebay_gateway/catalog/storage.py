@@ -21,7 +21,7 @@ from forebay_gateway.base.durable import sync_dir
 from forebay_gateway.catalog import pages, schema
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged, Databases, TierNumbers, Transaction
-from forebay_gateway.core.errors import StartupError, Unavailable
+from forebay_gateway.core.errors import DiskFull, StartupError
 
 DATA_NAME = "data.mdb"
 OWNER_NAME = "owner"  # locked by the process that has the catalog open; holds the node's id once the catalog was created
@@ -128,7 +128,7 @@ class Storage:
             _check_data_file(path / DATA_NAME, created)
             storage = cls(path, limits, owner)
             storage._prepare(tiers, node, created)
-            with contextlib.suppress(Unavailable):  # on a full disk it can be read, and each write is refused by itself
+            with contextlib.suppress(DiskFull):  # on a full disk it can be read, and each write is refused by itself
                 storage.reserve_space()
             if not created:
                 _note_created(path, owner, node)
@@ -205,7 +205,7 @@ class Storage:
         return True
 
     def reserve_space(self) -> None:
-        """Keep blocks allocated behind the last used page. Raises Unavailable when they run out.
+        """Keep blocks allocated behind the last used page. Raises DiskFull when they run out.
 
         So a full disk shows here, where it harms nothing, and not inside a commit, whose failed fsync could not be trusted.
         """
@@ -219,9 +219,15 @@ class Storage:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+            os.ftruncate(self._file, self.file_bytes)  # some file systems keep the part that they could allocate
             if self.file_bytes - used < self._limits.reserve // 2:
-                raise Unavailable("no space is left for the catalog", retry_after_s=NO_SPACE_RETRY_S) from error
+                raise DiskFull("no space is left for the catalog", retry_after_s=NO_SPACE_RETRY_S) from error
         self.file_bytes = os.fstat(self._file).st_size
+
+    def has_last_blocks(self) -> bool:
+        """Whether a small change still fits into the blocks that are there: one that frees space must not be refused for
+        want of it."""
+        return self.file_bytes - self._used_bytes() >= self._limits.reserve // 8
 
     def used_bytes(self) -> int:
         """Up to the last page that was ever used; freed pages before it are used again first."""

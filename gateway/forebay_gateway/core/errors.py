@@ -68,6 +68,10 @@ class CacheFull(ForebayError):
     kind = "cache_full"
 
 
+class DiskFull(CacheFull):
+    """The disk under cache and catalog itself has no space, whatever the budget says: shown in status until that has passed."""
+
+
 class Unavailable(ForebayError):
     """A tier, a mover or this gateway cannot serve this now. It says nothing about whether data exists."""
 

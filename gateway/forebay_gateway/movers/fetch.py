@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.writer import ShardWriter
-from forebay_gateway.core.errors import CacheFull, Corrupt, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.jobs import FetchJob, ShardItem
 from forebay_gateway.tiers.base import Tier
@@ -58,9 +58,7 @@ async def chunks_of(
                 yield crcs[at], chunk
                 at += 1
             return
-        except (Corrupt, NotFound, Unavailable) as error:
-            if isinstance(error, CacheFull):
-                raise
+        except ForebayError as error:  # whatever it is: it says nothing about the next tier
             errors.append(error)
             failed(name, error)
     if at == len(crcs):

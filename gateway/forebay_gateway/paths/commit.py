@@ -23,6 +23,7 @@ from forebay_wire.names import file_and_directory
 log = logging.getLogger("forebay.commit")
 
 METADATA_BYTES_MAX = 1 << 20
+METADATA_DEPTH_MAX = 100  # every reader of the manifest recurses
 NAMES_SHOWN = 20
 
 
@@ -116,15 +117,17 @@ class CommitPath:
             row = None if session is None else txn.part(session.id, part.writer)
         if session is None or row is None:
             return 0
-        return await self._drop(session.id, part.writer)
+        # Shielded: a client that goes away must not cut the rows' end from the files' and the bytes'.
+        return await asyncio.shield(asyncio.ensure_future(self._drop(session.id, part.writer)))
 
     async def _drop(self, session_id: int, writer: int) -> int:
         rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer))
         self._writes.forget(session_id, writer)
+        self._locks.pop((session_id, writer), None)
+        self._node.budget.freed(sum(row.disk_size for row in rows))
         paths = [self._node.cache.shard_path(row.key) for row in rows]
         await self._node.io.run(self._node.cache.unlink_many, paths)
         await self._node.io.run(self._node.cache.drop_session_dir, session_id)
-        self._node.budget.freed(sum(row.disk_size for row in rows))
         self._node.changes.tell()
         return len(rows)
 
@@ -148,12 +151,35 @@ def check_metadata(metadata_json: str) -> str:
     if len(metadata_json.encode()) > METADATA_BYTES_MAX:
         raise InvalidArgument("the metadata is too large", limit_bytes=METADATA_BYTES_MAX)
     try:
-        value = json.loads(metadata_json or "{}")
+        value = json.loads(metadata_json or "{}", parse_constant=_no_number)
+        # As it will stand in documents: what Python's reader takes and no writer, or no other reader, does.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the metadata is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidArgument("the metadata must be a JSON object")
+    if _deeper_than(value, METADATA_DEPTH_MAX):
+        raise InvalidArgument("the metadata is nested too deeply", limit=METADATA_DEPTH_MAX)
     return metadata_json or "{}"
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _deeper_than(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [inner for inner in value.values() if isinstance(inner, dict | list)]
+    return [inner for inner in value if isinstance(inner, dict | list)] if isinstance(value, list) else []
 
 
 def same_content(expected: Sequence[Expected], landed: Sequence[ShardRow]) -> bool:

@@ -16,7 +16,7 @@ from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, NotFound
+from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
 from forebay_gateway.core.states import ShardState
@@ -67,7 +67,11 @@ class Completion:
             self._node.publishing.add((self._tier.name, session.id))
             try:
                 done = await self._advance(session)
-            except Corrupt as error:
+            except AlreadyExists as error:  # another node was faster; who it was is seen at the next look
+                done = False
+                log.info("a manifest changed under way run=%s step=%s error=%s", session.run, session.step, error)
+                self._look_later(session.id)
+            except (Corrupt, InvalidArgument, Unsupported) as error:  # of this checkpoint alone: the others go on
                 done = False
                 await self._cannot(session, str(error))
             except ForebayError as error:
@@ -285,7 +289,13 @@ class Completion:
         await self._finished(session, PublishState.SUPERSEDED)
 
     async def _finished(self, session: SessionRow, state: PublishState) -> None:
-        await self._node.catalog.write(lambda txn: txn.set_publish(session.id, self._tier.name, state))
+
+        def act(txn: WriteTxn) -> None:
+            txn.set_publish(session.id, self._tier.name, state)
+            if state is PublishState.COMPLETE and session.reason:
+                txn.set_reason(session.id, "")  # what was in the way is not any more; another tier says so again if it is
+
+        await self._node.catalog.write(act)
         failpoints.hit("complete.done")
         await mark_evictable(self._node, session.id)
         self._node.changes.tell()

@@ -13,7 +13,7 @@ from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import ErrorRecord, ForebayError, Unavailable, from_record
+from forebay_gateway.core.errors import ErrorRecord, ForebayError, PermissionDenied, Unavailable, from_record
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
@@ -50,7 +50,7 @@ class Drain:
         self._recovered = False
         self._verified = verified
         self._not_before_s: dict[ShardKey, float] = {}
-        self._interrupted: set[ShardKey] = set()  # copies whose mover died under them
+        self._interrupted: set[ShardKey] = set()  # copies that may have left what is not recorded: their mover died
         self._recorded_elsewhere: dict[int, set[int]] = {}
 
     async def step(self) -> float | None:
@@ -60,7 +60,7 @@ class Drain:
         if not self._recovered:  # what an earlier process had begun comes first
             try:
                 await self._recover_copies()
-            except Unavailable as error:
+            except (Unavailable, PermissionDenied) as error:
                 self._tier.failed(error)
                 return RETRY_S_MIN
             self._recovered = True
@@ -111,7 +111,9 @@ class Drain:
         left = reports.unreported()
         if left:
             self._interrupted.update(left)
+            self._recovered = False  # where the catalog takes no note now, only a look at the tier can tell
             await self._node.catalog.write(lambda txn: fail(txn, left, self._tier.name, "interrupted"))
+            self._recovered = True
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +215,8 @@ class Drain:
         attempts = await self._node.catalog.write(lambda txn: fail(txn, [key], self._tier.name, str(error)))
         pause_s = min(RETRY_S_MAX, RETRY_S_MIN * 2.0 ** min(attempts, 10))
         self._not_before_s[key] = self._node.clock.monotonic() + max(pause_s, failure.retry_after_s or 0.0)
+        if failure.details.get("operation") == "create_multipart_upload":
+            self._interrupted.add(key)  # it may have begun, under an id that nobody heard
         self._note(error, failure)
 
     def _note(self, error: ForebayError, failure: Failure) -> None:

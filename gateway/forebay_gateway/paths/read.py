@@ -27,6 +27,7 @@ from forebay_gateway.core.errors import (
     Unavailable,
     from_record,
 )
+from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
@@ -188,17 +189,32 @@ class ReadPath:
         """Tiers that may hold a copy we cannot see now."""
         return self._node.unreachable_tiers()
 
-    async def copy_is_bad(self, key: ShardKey, tier: MonitoredTier, error: ForebayError) -> None:
-        """Mark what a read found: a mismatch quarantines the copy, an authoritative absence makes it pending again."""
+    async def copy_is_bad(self, key: ShardKey, tier: MonitoredTier, error: ForebayError) -> ForebayError:
+        """Mark what a read found: a mismatch quarantines the copy, an authoritative absence makes it pending again. Returns
+        what is believed: an absence counts only when the tier says it twice."""
+        if isinstance(error, NotFound):
+            error = await self._asked_again(key, tier, error)
         if not isinstance(error, Corrupt | NotFound):
             tier.failed(error)
-            return
+            return error
         event = CopyEvent.MISMATCH if isinstance(error, Corrupt) else CopyEvent.GONE
 
         required = self._node.required_tiers
         if await self._node.catalog.write(lambda txn: copy_lost(txn, key, tier.name, event, str(error), required)):
             log.warning("a copy on a tier is bad tier=%s error=%s", tier.name, error)
         self._node.ask_mend(key)
+        return error
+
+    async def _asked_again(self, key: ShardKey, tier: MonitoredTier, error: NotFound) -> ForebayError:
+        with self._node.catalog.read() as txn:
+            session, row = txn.session(key.session_id), txn.shard(key)
+        if session is None or row is None:
+            return error
+        try:
+            await tier.tier.head(shard_key(session.run, session.step, session.session, row.name))
+        except ForebayError as answer:
+            return answer
+        return Unavailable("the tier denied a copy that it shows", retry_after_s=1.0, tier=tier.name, name=row.name)
 
     async def fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
         """Bring the shard into the cache, once for all who ask; False where that cannot be now."""
@@ -334,9 +350,8 @@ class _Stream:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield self._piece(chunk)
-        except (Corrupt, NotFound, Unavailable) as error:
-            self._errors[tier.name] = error
-            await self._path.copy_is_bad(self._row.key, tier, error)
+        except ForebayError as error:
+            self._errors[tier.name] = await self._path.copy_is_bad(self._row.key, tier, error)
 
     def _piece(self, chunk: memoryview) -> Piece:
         """The wanted part of the next chunk. The CRC of a whole chunk is known; of a part it is computed from checked bytes."""

@@ -32,6 +32,8 @@ from forebay_wire.manifest import ManifestError, PartRecord, ShardEntry
 log = logging.getLogger("forebay.recover")
 
 BEGUN_STATES = (CopyState.WRITING, CopyState.WRITTEN)
+# What a tier says of one object. Any other failure says nothing about it, and it is asked again.
+TELLING_KINDS = frozenset({"not_found", "corrupt", "invalid_argument", "unsupported"})
 CHECKS_A_JOB = 128
 LOOKS_A_READ = 4096  # queue entries in one read, which holds up the event loop
 
@@ -238,7 +240,7 @@ def _add_evicted(txn: WriteTxn, key: ShardKey, writer: int, shard: ShardEntry) -
 async def recover_copies(node: Node, tier: MonitoredTier) -> None:
     """Prove or queue again every copy that an earlier process had begun on this tier; abort its orphan uploads.
 
-    Raises Unavailable while the tier cannot be asked; it is then called again.
+    Raises Unavailable or PermissionDenied while the tier cannot be asked; it is then called again.
     """
     with node.catalog.read() as txn:
         uploads = [(key, upload) for key, name, upload in txn.uploads() if name == tier.name]
@@ -289,7 +291,7 @@ class _CheckReports:
 
     async def item_failed(self, index: int, report: ItemFailed) -> None:
         key, name = self._keys[index], self._tier.name
-        if report.failure.kind == "unavailable":
+        if report.failure.kind not in TELLING_KINDS:
             raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
 
         await self._tier.tier.sweep(self._items[index].key)

@@ -117,7 +117,8 @@ class Retention:
                     pending.append(tier.name)
                     log.info("a deletion waits for a tier tier=%s run=%s step=%s", tier.name, row.run, row.step)
             if not pending:
-                await self._out_of_cache(sessions, shards)
+                # Shielded: a client that goes away must not cut the files' end from the rows' and the bytes'.
+                await asyncio.shield(asyncio.ensure_future(self._out_of_cache(sessions, shards)))
                 done.insert(0, "cache")
         self._node.changes.tell()
         return tuple(done), tuple(pending)
@@ -160,7 +161,8 @@ class Retention:
             await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
 
     async def drop_superseded(self, session: SessionRow) -> None:
-        """Delete a session that yielded to a newer one of its step on every tier; the checkpoint and its manifest stay.
+        """Delete a session that a newer one of its step has replaced on every tier, as the caller has seen there; the checkpoint
+        and its manifest stay.
 
         Raises Unavailable where a tier is away or something is on its way: nothing is forgotten then, and it can be repeated.
         """
@@ -174,8 +176,8 @@ class Retention:
                 tier = self._node.tiers.get(name)
                 if tier is None or not tier.usable or self._under_way(tier, [current], shards):
                     raise Unavailable("a tier that holds the session cannot be cleaned now", tier=name, retry_after_s=5.0)
-                if current.publish[name] is not PublishState.SUPERSEDED:
-                    raise InvalidArgument("the session is not superseded everywhere", tier=name)
+            for name in current.publish:
+                await self._node.catalog.write(partial(_yielded, current.id, name))  # no reader takes it from here on
             for name in current.publish:
                 await self._shards_off_tier(self._node.tiers[name], row, [current], shards)
             await self._out_of_cache([current], shards)
@@ -221,6 +223,10 @@ class Retention:
             await self._node.catalog.write(partial(_drop_session, session.id))
             await io.run(cache.drop_session_dir, session.id)
         self._node.budget.freed(sum(shard.disk_size for shard in on_disk))
+
+
+def _yielded(session_id: int, tier: str, txn: WriteTxn) -> None:
+    txn.set_publish(session_id, tier, PublishState.SUPERSEDED)
 
 
 def _drop_session(session_id: int, txn: WriteTxn) -> None:

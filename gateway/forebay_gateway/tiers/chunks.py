@@ -16,7 +16,7 @@ async def verified_chunks(
 ) -> AsyncGenerator[memoryview, None]:
     """Chunks `first` to `stop` (exclusive) of the object, each checked before it is handed out.
 
-    Raises Corrupt at the first chunk whose CRC32C differs, and whatever the tier's read raises.
+    Raises Corrupt at the first chunk whose CRC32C differs twice, and whatever the tier's read raises.
     """
     if first >= stop:
         return
@@ -33,13 +33,24 @@ async def verified_chunks(
                 if filled < len(buffer):
                     continue
                 if crc32c(buffer) != crcs[index]:
-                    raise Corrupt("bytes on the tier do not match", tier=tier.name, key=key, offset=index * chunk_size)
+                    buffer = await _read_again(tier, key, index * chunk_size, len(buffer))
+                    if crc32c(buffer) != crcs[index]:
+                        raise Corrupt("bytes on the tier do not match", tier=tier.name, key=key, offset=index * chunk_size)
                 yield memoryview(buffer)
                 index += 1
                 # A new buffer: the consumer may still hold the old one.
                 buffer, filled = bytearray(max(0, min(chunk_size, end - index * chunk_size))), 0
     if index < stop:
         raise Corrupt("the tier handed over too few bytes", tier=tier.name, key=key, offset=index * chunk_size + filled)
+
+
+async def _read_again(tier: Tier, key: str, offset: int, length: int) -> bytearray:
+    """A chunk that did not match, once more: bytes damaged on their way do not make the tier's copy bad."""
+    buffer = bytearray()
+    async with aclosing(_read(tier, key, offset, length)) as pieces:
+        async for piece in pieces:
+            buffer += piece
+    return buffer
 
 
 async def _read(tier: Tier, key: str, offset: int, length: int) -> AsyncGenerator[bytes, None]:

@@ -9,12 +9,22 @@ from enum import StrEnum
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import Rate
-from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, PermissionDenied, Unavailable
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    Corrupt,
+    ForebayError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    Unsupported,
+)
 from forebay_gateway.tiers.base import Capabilities, StorageFull, Tier
 
 log = logging.getLogger("forebay.tiers")
 
 PROBE_PAUSE_S_MIN, PROBE_PAUSE_S_MAX = 0.5, 15.0
+# What a tier answers about one key or document; a tier that answers is there. (A probe that ends so has failed all the same.)
+OF_ONE_OBJECT = (AlreadyExists, Corrupt, NotFound, Unsupported)
 
 
 class TierState(StrEnum):
@@ -72,7 +82,7 @@ class MonitoredTier:
             if self.after_probe is not None:
                 await self.after_probe(proved)
         except ForebayError as error:
-            self.failed(error)
+            self._is_not_there(error)
         else:
             self.worked()
             return PROBE_PAUSE_S_MAX
@@ -92,8 +102,10 @@ class MonitoredTier:
 
     def failed(self, error: BaseException) -> None:
         """Something failed on it. Errors that belong to one object alone do not count against the tier."""
-        if isinstance(error, Corrupt | NotFound):
-            return
+        if not isinstance(error, OF_ONE_OBJECT):
+            self._is_not_there(error)
+
+    def _is_not_there(self, error: BaseException) -> None:
         was = self.state
         if isinstance(error, StorageFull) or (isinstance(error, Unavailable) and error.details.get("full")):
             self.state = TierState.FULL

@@ -382,6 +382,8 @@ class PosixTier(Tier):
         data, stat = await self._guard("read", key, lambda: self._document(path, limit_bytes))
         if len(data) > limit_bytes:
             raise InvalidArgument("the document is larger than asked for", tier=self.name, key=key, limit_bytes=limit_bytes)
+        if len(data) < stat.st_size:
+            raise Unavailable("the file system read less than is there", tier=self.name, key=key, got=len(data))
         return data, _info(key, stat)
 
     async def _document(self, path: Path, limit_bytes: int) -> tuple[bytes, os.stat_result]:
@@ -416,6 +418,9 @@ class PosixTier(Tier):
             path.unlink()
         except (IsADirectoryError, NotADirectoryError):
             return  # no file has this name
+        except FileNotFoundError:
+            durable.sync_dir(path.parent)  # perhaps an earlier try unlinked it, and this is what failed
+            raise
         directory = path.parent
         durable.sync_dir(directory)
         with contextlib.suppress(OSError):  # ENOTEMPTY, or another's rmdir came first

@@ -5,7 +5,7 @@ Owns the table. ENOENT is not in it: whether a file is absent or the whole tier 
 
 import errno
 
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied, Unavailable
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.tiers.base import StorageFull
 
 _TABLE: dict[int, tuple[type[ForebayError], str]] = {
@@ -17,6 +17,8 @@ _TABLE: dict[int, tuple[type[ForebayError], str]] = {
     errno.ENAMETOOLONG: (InvalidArgument, "the name is too long for the file system"),
     errno.EISDIR: (InvalidArgument, "a directory stands where the file should be"),
     errno.ENOTDIR: (InvalidArgument, "a file stands where a directory should be"),
+    errno.EOPNOTSUPP: (Unsupported, "the file system does not have this operation"),
+    errno.ENOSYS: (Unsupported, "the file system does not have this operation"),
     errno.EFBIG: (InvalidArgument, "the file is larger than the file system allows"),
 }
 _AWAY = "the file system cannot serve this now"

@@ -165,6 +165,8 @@ class OpenFile:
                     # A direct read that is not a whole number of blocks has met the end of the file.
                     if got == 0 or (self.direct and got % ALIGN_BYTES):
                         break
+                if filled < length and offset + filled < os.fstat(descriptor).st_size:
+                    raise OSError(errno.EIO, "the file system read less than is there", str(self.path))
                 return crc32c(view[: min(filled, length)])
 
     def drop_cache(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR
-from forebay_gateway.tiers.base import Capabilities, StorageFull
+from forebay_gateway.tiers.base import Capabilities
 
 if TYPE_CHECKING:
     from forebay_gateway.tiers.posix import PosixTier
@@ -74,7 +74,7 @@ async def _links(tier: "PosixTier", key: str) -> bool:
 async def _tried(trial: Coroutine[Any, Any, bool], what: str, notes: dict[str, str]) -> bool:
     try:
         return await trial
-    except StorageFull:
+    except Unavailable:  # it may pass, so it proves no lack
         raise
     except ForebayError as error:
         notes[what] = str(error)

@@ -39,7 +39,6 @@ from forebay_wire.checksums import crc32c
 
 _PLAIN = PutOptions()
 _READ_BYTES = 1 << 20
-_READ_TIMEOUT_S = 90.0
 
 
 class S3Tier(Tier):
@@ -127,7 +126,7 @@ class S3Tier(Tier):
 
     async def _receive(self, key: str, body: Any) -> bytes:
         try:
-            async with asyncio.timeout(_READ_TIMEOUT_S):
+            async with asyncio.timeout(self.client.settings.timeouts.call_s):
                 piece: bytes = await body.read(_READ_BYTES)
             return piece
         except Exception as error:
@@ -138,6 +137,9 @@ class S3Tier(Tier):
         if "ContentRange" not in answer and (offset or size != length):
             raise Unsupported("the object store does not serve byte ranges", tier=self.name, key=key)
         if size != length:
+            whole = answer.get("ContentRange", "").rpartition("/")[2]
+            if whole.isdigit() and int(whole) >= offset + length:
+                raise Unavailable("the answer holds another range", tier=self.name, key=key, offset=offset, got=size)
             raise Corrupt("the object is shorter than asked for", tier=self.name, key=key, offset=offset, got=size)
 
     # Documents
@@ -150,7 +152,7 @@ class S3Tier(Tier):
             answer = await self._put_object(key, body, crc32c(data), **condition)
         except NotFound as error:
             if if_match is None:
-                raise
+                raise Unavailable("the object store does not find where to write", tier=self.name, key=key) from error
             raise AlreadyExists("the object has another version: it is gone", tier=self.name, key=key) from error
         except AlreadyExists as error:
             await self._check_conflict(key, error)
@@ -186,7 +188,11 @@ class S3Tier(Tier):
         data = await self.client.receive(key, answer, limit_bytes)
         if len(data) != int(answer["ContentLength"]):
             raise Unavailable("the answer ended early", tier=self.name, key=key, got=len(data))
-        return data, self._info(key, answer)
+        info = self._info(key, answer)
+        if info.crc32c is not None and info.crc32c != crc32c(data):
+            # The store says of its own bytes that they are others: these were damaged on the way.
+            raise Unavailable("a document arrived damaged", tier=self.name, key=key, expected=f"{info.crc32c:08x}")
+        return data, info
 
     # Names
 
@@ -197,8 +203,12 @@ class S3Tier(Tier):
         return ObjectInfo(key, int(answer["ContentLength"]), str(answer["ETag"]), full_object_crc(answer))
 
     async def delete(self, key: str) -> None:
-        with contextlib.suppress(NotFound):
+        try:
             await self.client.call("delete_object", key)
+        except NotFound as error:  # stores answer so only for what is not there; some do not answer so at all
+            with contextlib.suppress(NotFound):
+                await self.head(key)
+                raise Unavailable("the object store denies an object that it shows", tier=self.name, key=key) from error
 
     async def list(self, prefix: str) -> Listing:
         start = self.client.object_prefix(directory_of(prefix))

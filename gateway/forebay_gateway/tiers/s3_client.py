@@ -13,17 +13,37 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 
 from forebay_gateway.base.clock import Clock
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound
+from forebay_gateway.core.errors import AlreadyExists, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.tiers.keys import check_key
 from forebay_gateway.tiers.s3_errors import MISSING_BUCKET, code_of, translate
 
-_CONNECT_TIMEOUT_S = 5.0
-_READ_TIMEOUT_S = 60.0
-# A call's whole time: what the store may think, and its bytes at the slowest pace that still counts as alive.
-_CALL_TIMEOUT_S = 90.0
 _SLOWEST_BYTES_PER_S = 256 << 10
 # Beside the transfers: heads, documents, an abort.
 _SPARE_CONNECTIONS = 6
+
+# What no answer of a store lacks. One without it came from something else on the way, or broke off.
+_HELD_BY_ANSWERS = {
+    "put_object": "ETag",
+    "head_object": "ETag",
+    "get_object": "ETag",
+    "create_multipart_upload": "UploadId",
+    "upload_part": "ETag",
+    "complete_multipart_upload": "ETag",
+    "list_objects_v2": "IsTruncated",
+    "list_multipart_uploads": "IsTruncated",
+}
+# Only these ask about one object that may be absent.
+_MAY_MISS = frozenset({"head_object", "get_object", "delete_object"})
+
+
+@dataclass(frozen=True, slots=True)
+class S3Timeouts:
+    """Seconds. `call_s` bounds a whole call: what the store may think, beside its bytes at the slowest pace that still counts
+    as alive; `read_s` bounds the silence inside it."""
+
+    connect_s: float = 5.0
+    read_s: float = 60.0
+    call_s: float = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,7 @@ class S3Settings:
     sign_payload: bool = False
     part_size: int | None = None  # bytes; None: from the object's size
     concurrency: int = 4
+    timeouts: S3Timeouts = S3Timeouts()
 
 
 class S3Client:
@@ -63,8 +84,8 @@ class S3Client:
 
     def _config(self) -> AioConfig:
         return AioConfig(
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            read_timeout=_READ_TIMEOUT_S,
+            connect_timeout=self.settings.timeouts.connect_s,
+            read_timeout=self.settings.timeouts.read_s,
             max_pool_connections=self.settings.concurrency * 2 + _SPARE_CONNECTIONS,
             retries={"total_max_attempts": 1, "mode": "standard"},
             # The defaults since botocore 1.36 add trailers that S3-compatible stores refuse; we send our own checksums.
@@ -84,6 +105,27 @@ class S3Client:
             return self._client
 
     async def call(self, operation: str, key: str = "", *, body_bytes: int = 0, **parameters: Any) -> dict[str, Any]:
+        """Like `attempt`, for requests that any store knows: an answer that the request cannot have is Unavailable.
+
+        Nothing but a condition can fail with AlreadyExists, nothing but a question about an object with NotFound.
+        """
+        try:
+            answer = await self.attempt(operation, key, body_bytes=body_bytes, **parameters)
+        except (AlreadyExists, NotFound) as error:
+            if not parameters.keys().isdisjoint(("IfMatch", "IfNoneMatch")):
+                raise
+            if isinstance(error, NotFound) and operation in _MAY_MISS:
+                raise
+            raise Unavailable(f"the object store gave no sensible answer: {error.sentence}", **error.details) from error.__cause__
+        held = _HELD_BY_ANSWERS.get(operation)
+        if held is not None and answer.get(held) in (None, ""):
+            if operation == "get_object":
+                answer["Body"].close()
+            where = {"tier": self.tier, "key": key, "operation": operation}
+            raise Unavailable("the answer is not that of an object store", **where, lacks=held)
+        return answer
+
+    async def attempt(self, operation: str, key: str = "", *, body_bytes: int = 0, **parameters: Any) -> dict[str, Any]:
         """One request about `key` ("" for the bucket). Raises what the error table says.
 
         Times out as a whole, so that neither a stalled upload nor a full pool can hang.
@@ -92,7 +134,7 @@ class S3Client:
             parameters["Key"] = self.object_key(key)
         try:
             client = self._client or await self._open()
-            async with asyncio.timeout(_CALL_TIMEOUT_S + body_bytes / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(self.settings.timeouts.call_s + body_bytes / _SLOWEST_BYTES_PER_S):
                 answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.settings.bucket, **parameters)
         except Exception as error:
             raise await self._settled(translate(error, self.tier, key, operation, self.clock.wall()), error, key) from error
@@ -123,7 +165,7 @@ class S3Client:
         """The whole body of a GetObject answer, at most `limit_bytes`; the connection is free again in any case."""
         body = answer["Body"]
         try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S + limit_bytes / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(self.settings.timeouts.call_s + limit_bytes / _SLOWEST_BYTES_PER_S):
                 data: bytes = await body.read()
             return data
         except Exception as error:

@@ -81,6 +81,9 @@ _BY_CODE: dict[str, tuple[type[ForebayError], str]] = {
     "ConditionalRequestConflict": _CONDITION,
     # Not an absent object: the whole put begins anew.
     "NoSuchUpload": (Unavailable, "the multipart upload is gone"),
+    # What the store answered to a part was not what it kept: likewise.
+    "InvalidPart": (Unavailable, "the parts are not those that the object store holds"),
+    "InvalidPartOrder": (Unavailable, "the parts are not those that the object store holds"),
     # Not a failed condition: two conditional requests met, neither outcome is known.
     "OperationAborted": _BROKEN,
     "RequestTimeout": (Unavailable, "the object store waited too long for bytes"),

@@ -9,14 +9,14 @@ import base64
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.tiers.base import PutOptions, Source
-from forebay_gateway.tiers.retrying import Retries, RetryPolicy, run_retrying
+from forebay_gateway.tiers.retrying import Retries, RetryPolicy
 from forebay_gateway.tiers.s3_body import Body
 from forebay_gateway.tiers.s3_client import S3Client
 from forebay_gateway.tiers.s3_errors import code_of
@@ -33,6 +33,8 @@ MEMORY_BYTES = 64 << 20
 _PART_POLICY = RetryPolicy(attempts=4, first_s=0.2, cap_s=5.0, total_s=60.0)
 _COMPLETE_POLICY = RetryPolicy(attempts=5, first_s=0.5, cap_s=5.0, total_s=120.0)
 _ABORT_TIMEOUT_S = 15.0
+# Repeating one request of the upload cannot help; the whole put begins anew.
+_HOPELESS = frozenset({"NoSuchUpload", "InvalidPart", "InvalidPartOrder"})
 
 
 def part_size(size: int, chunk_size: int, wished: int | None) -> int:
@@ -88,7 +90,12 @@ class Upload:
         parameters: dict[str, Any] = {}
         if self.full_crc:
             parameters = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
-        answer = await self.client.call("create_multipart_upload", self.key, **parameters)
+        try:
+            answer = await self.client.call("create_multipart_upload", self.key, **parameters)
+        except Unavailable:
+            # It may have begun all the same, under an id that nobody heard.
+            await _best_effort(sweep_uploads(self.client, self.key))
+            raise
         self.id = answer["UploadId"]
 
     async def _send(self, options: PutOptions) -> None:
@@ -109,7 +116,14 @@ class Upload:
                 await self._send_part(number, crcs, body)
                 return len(body)
 
-        sent = await run_retrying(send, retries)
+        while True:
+            try:
+                sent = await send()
+                break
+            except Unavailable as error:
+                if code_of(error.__cause__) in _HOPELESS:
+                    raise
+                await retries.pause(error)
         if options.on_progress is not None:
             options.on_progress(sent)
 
@@ -131,7 +145,7 @@ class Upload:
             except Unavailable as error:
                 if (etag := await self._landed()) is not None:
                     return etag
-                if code_of(error.__cause__) == "NoSuchUpload":
+                if code_of(error.__cause__) in _HOPELESS:
                     raise
                 await retries.pause(error)
 
@@ -143,13 +157,10 @@ class Upload:
         answer = await self.client.call(
             "complete_multipart_upload", self.key, UploadId=self.id, MultipartUpload={"Parts": parts}, **parameters
         )
-        etag = answer.get("ETag")
-        if not etag:  # 200 was sent before the work was done, and the work failed
-            raise Unavailable("the object store answered a completion without its result", key=self.key, upload=self.id)
         crc = full_object_crc(answer)
         if crc is not None and crc != self.source.crc32c:
             raise Corrupt("the object store put other bytes together", key=self.key, actual=f"{crc:08x}")
-        return str(etag)
+        return str(answer["ETag"])
 
     async def _landed(self) -> str | None:
         """The object's ETag if it is, beyond doubt, this upload's result."""
@@ -174,11 +185,16 @@ class Upload:
         return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
     async def _abandon(self) -> None:
-        """Best effort, also while being cancelled: what stays behind is swept by its recorded id."""
-        task = asyncio.ensure_future(abort(self.client, self.key, self.id))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        with contextlib.suppress(ForebayError, TimeoutError):
-            await asyncio.wait_for(asyncio.shield(task), _ABORT_TIMEOUT_S)
+        """Also while being cancelled: what stays behind is swept by its recorded id."""
+        await _best_effort(abort(self.client, self.key, self.id))
+
+
+async def _best_effort(cleaning: Coroutine[Any, Any, None]) -> None:
+    """Goes on for a while after a cancellation; a failure is not told."""
+    task = asyncio.ensure_future(cleaning)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    with contextlib.suppress(ForebayError, TimeoutError):
+        await asyncio.wait_for(asyncio.shield(task), _ABORT_TIMEOUT_S)
 
 
 async def abort(client: S3Client, key: str, upload_id: str) -> None:

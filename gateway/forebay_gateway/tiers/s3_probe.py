@@ -166,7 +166,7 @@ async def _parts(trial: _Trial, full_crc: bool) -> bool:
     bodies = [secrets.token_bytes(1024) * (MIN_PART_BYTES // 1024), secrets.token_bytes(1000)]
     whole = crc32c(bodies[1], crc32c(bodies[0]))
     kind: dict[str, Any] = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"} if full_crc else {}
-    upload = (await client.call("create_multipart_upload", key, **kind))["UploadId"]
+    upload = (await client.attempt("create_multipart_upload", key, **kind))["UploadId"]
     try:
         parts = []
         for number, data in enumerate(bodies, start=1):

@@ -15,6 +15,7 @@ from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.layout import (
     CURRENT_NAME,
     MANIFEST_NAME,
+    manifest_key,
     part_key,
     session_dir,
     shard_key,
@@ -28,6 +29,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.tiers.base import Leftover
 from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.manifest import Manifest, ManifestError
 
 FOREIGN_SHOWN_MAX = 1000
 DEPTH_MAX = 32
@@ -65,7 +67,9 @@ class Collector:
                         found += await self._foreign(run, step, sessions, tier)
                 except ForebayError as error:
                     tier.failed(error)
-            found += [await self._superseded(session, older_than_s) for session in sessions if _is_superseded(session)]
+            for session in sessions:
+                if len(sessions) > 1 and await self._is_superseded(session):
+                    found.append(await self._superseded(session, older_than_s))
         return found
 
     async def collect(self, older_than_s: float) -> list[Garbage]:
@@ -129,18 +133,35 @@ class Collector:
 
     # -- sessions that a newer one replaced ----------------------------------------------------------------------------
 
+    async def _is_superseded(self, session: SessionRow) -> bool:
+        """Whether every tier it was published on says, now, that another session stands there: one that began later."""
+        for name, state in session.publish.items():
+            tier = self._node.tiers.get(name)
+            if tier is None or not tier.usable or state is PublishState.PENDING:
+                return False
+            if await self._named_on(session, tier) in ("", session.session):
+                return False
+        return bool(session.publish)
+
+    async def _named_on(self, session: SessionRow, tier: MonitoredTier) -> str:
+        """The session that the manifest on the tier names; empty where none can be read."""
+        try:
+            document, _ = await tier.tier.get_small(manifest_key(session.run, session.step))
+            return Manifest.from_json(document).session
+        except (ForebayError, ManifestError):
+            return ""
+
     async def _superseded(self, session: SessionRow, older_than_s: float) -> Garbage:
         age_s = await self._node.io.run(self._age, session)
         path = session_dir(session.run, session.step, session.session)
         what = "a session that a newer one of the same step has superseded on every tier"
-        usable = all(self._node.tiers[name].usable for name in session.publish if name in self._node.tiers)
         return Garbage(
             "superseded",
             "all tiers and the cache",
             path,
-            what if usable else f"{what}; a tier that holds it cannot be reached now",
+            what,
             age_s,
-            deletable=usable and age_s is not None and age_s >= older_than_s,
+            deletable=age_s is not None and age_s >= older_than_s,
             session=session,
         )
 
@@ -175,10 +196,6 @@ class Collector:
                     found.append(Garbage("foreign", tier.name, path, "a session of another node, or not ours; never touched"))
             await asyncio.sleep(0)
         return found
-
-
-def _is_superseded(session: SessionRow) -> bool:
-    return bool(session.publish) and all(state is PublishState.SUPERSEDED for state in session.publish.values())
 
 
 def _keys_of(txn: ReadTxn, session: SessionRow, node_id: str) -> dict[str, ShardRow | None]:
