@@ -28,26 +28,29 @@ def wait_for(
     level: str,
     timeout_s: float | None = None,
     on_progress: OnProgress | None = None,
+    session: str = "",
 ) -> WaitProgress:
-    """Return once the checkpoint has reached `level`. Raises DeadlineExceeded naming what is missing, NotFound, Unavailable."""
+    """Return once the checkpoint has reached `level`, by `session` where one is given: an older try of the step does not count.
+
+    Raises DeadlineExceeded naming what is missing, Incomplete, NotFound, Unavailable.
+    """
     if not level:
         raise InvalidArgument("wait: name a level: 'cache', 'peer', a tier, or 'all'")
-    return _Wait(connection, run, step, level, timeout_s, on_progress).finish()
+    request = pb.WaitRequest(run=run, step=step, level=level, session=session)
+    return _Wait(connection, request, timeout_s, on_progress).finish()
 
 
 class _Wait:
     def __init__(
         self,
         connection: Connection,
-        run: str,
-        step: int,
-        level: str,
+        request: pb.WaitRequest,
         timeout_s: float | None,
         on_progress: OnProgress | None,
     ) -> None:
         self._connection = connection
-        self._request = pb.WaitRequest(run=run, step=step, level=level)
-        self._doing = f"wait for {run}/{step} at {level!r}"
+        self._request = request
+        self._doing = f"wait for {request.run}/{request.step} at {request.level!r}"
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._on_progress = on_progress

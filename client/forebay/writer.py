@@ -121,7 +121,7 @@ class CheckpointWriter:
         level = response.level
         if wait not in ("", "cache"):
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            wait_for(self._connection, self.run, self.step, wait, remaining_s)
+            wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
             level = wait
         return CommitReceipt(
             level=level,

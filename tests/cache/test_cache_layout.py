@@ -12,7 +12,7 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.cache import layout
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.mounts import check_local, file_system_of, is_refused
-from forebay_gateway.core.errors import StartupError
+from forebay_gateway.core.errors import StartupError, Unavailable
 from forebay_gateway.core.records import ShardKey
 
 MOUNTINFO = r"""22 1 253:0 / / rw,relatime - ext4 /dev/root rw
@@ -220,7 +220,7 @@ def test_part_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["durable.before_fsync", "durable.before_rename"])
 def test_a_part_file_that_fails_leaves_nothing(tmp_path: Path, point: str) -> None:
     cache = CacheDir.open(tmp_path, "n")
-    with failpoints.armed(f"{point}=error:EIO"), pytest.raises(OSError, match="failpoint"):
+    with failpoints.armed(f"{point}=error:EIO"), pytest.raises(Unavailable, match="cannot write the part.s file"):
         cache.write_part(2, 1, 1, b"x")
     assert list(cache.scan()) == []
     cache.release()

@@ -15,7 +15,7 @@ import pytest
 
 from catalog.kit import TIERS, begin, commit, dump, opened, put, sealed
 from forebay_gateway.catalog import Catalog, CatalogDamaged, WriteTxn, pages, schema, storage
-from forebay_gateway.core.errors import StartupError, Unavailable
+from forebay_gateway.core.errors import DiskFull, StartupError, Unavailable
 from forebay_gateway.core.records import SessionRow, ShardKey
 
 TINY = {"map_size": 256 << 10, "reserve_bytes": 256 << 10}
@@ -131,7 +131,7 @@ async def test_a_full_disk_shows_before_a_commit_and_passes(tmp_path: Path, monk
                 refused = result
                 break
             kept.append(result)
-        assert isinstance(refused, Unavailable) and "no space is left" in str(refused) and refused.retry_after_s
+        assert isinstance(refused, DiskFull) and "no space is left" in str(refused) and refused.retry_after_s
         # It went on as long as blocks were there, and never asked the file system for one inside a commit.
         assert len(kept) > 20 and os.stat(tmp_path / "c" / "data.mdb").st_size == before
         with catalog.read() as txn:
@@ -139,7 +139,7 @@ async def test_a_full_disk_shows_before_a_commit_and_passes(tmp_path: Path, monk
     async with opened(tmp_path / "c", reserve_bytes=256 << 10) as catalog:  # a restart does not need the space either
         with catalog.read() as txn:
             assert [row.key for row in txn.shards(session.id)] == kept
-        assert isinstance((await fill(catalog, session, 1))[0], Unavailable)
+        assert isinstance((await fill(catalog, session, 1))[0], DiskFull)
         full = False
         (result,) = await fill(catalog, session, 1)
         assert isinstance(result, ShardKey)
@@ -162,7 +162,7 @@ async def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
             assert os.statvfs(mount).f_bavail == 0
             results = [(await fill(catalog, session, 1))[0] for _ in range(800)]
             kept = [result for result in results if isinstance(result, ShardKey)]
-            assert len(kept) > 50 and isinstance(results[-1], Unavailable) and "no space is left" in str(results[-1])
+            assert len(kept) > 50 and isinstance(results[-1], DiskFull) and "no space is left" in str(results[-1])
             ballast.unlink()
             assert all(isinstance(result, ShardKey) for result in await fill(catalog, session, 50))
             with catalog.read() as txn:

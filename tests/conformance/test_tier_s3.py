@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from conformance.faults import Fault, FaultyProxy, faulty_proxy
 from conformance.tier_kit import BytesSource, blob, collect, s3_settings
+from faults.proxy import Fault, FaultyProxy, faulty_proxy
 from forebay.demo.seaweedfs import SeaweedFS, free_ports
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import (

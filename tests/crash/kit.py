@@ -59,25 +59,13 @@ class Log:
             return {name: known for (each, name), known in self.acknowledged.items() if each == step}
 
 
-class Bench:
-    """One node with a POSIX and an S3 tier of its own."""
+class Trainer:
+    """A job against one gateway, what it was told, and the look at the gateway's disk and catalog."""
 
-    def __init__(
-        self, directory: Path, server: SeaweedFS, prefix: str, *, soft: float = 0.01, capacity: str = "160MiB"
-    ) -> None:
-        self.server = server
-        self.prefix = prefix
-        self.pfs = directory / "pfs"
-        self.pfs.mkdir()
+    def __init__(self, gateway: GatewayProcess, tiers: tuple[str, ...]) -> None:
+        self.gateway = gateway
+        self.tiers = tiers
         self.log = Log()
-        self.gateway = GatewayProcess(
-            directory,
-            NODE,
-            [posix_tier(self.pfs), s3_tier(server.endpoint, server.bucket, prefix=prefix, part_size="5MiB")],
-            capacity=capacity,
-            cache_keys=f'chunk_size = "1MiB"\nsoft = {soft}',
-            environment=server.environment,
-        )
 
     @property
     def cache(self) -> Path:
@@ -137,22 +125,6 @@ class Bench:
         assert complete <= attempted, f"complete, and never committed: {complete - attempted}"
         assert latest is None or latest in attempted
 
-    def check_settled(self, steps: set[int]) -> None:
-        """Everything drained and bit-exact at every level; then the process ends in order, and disks and tiers are clean."""
-        with self.client() as client:
-            for step in sorted(steps):
-                client.wait(RUN, step, "all", timeout=60)
-                for source in (*TIERS, "auto"):
-                    self.compare(client, step, source)
-            self.check_queue_empty(client)
-            assert client.latest(RUN) == max(steps)
-            assert [found.step for found in listed(client)] == sorted(steps)
-            wanted = {step_dir(RUN, step) for step in steps}
-            until(lambda: self.steps_on_tiers() == wanted, "what was deleted is gone")
-        assert self.gateway.terminate() == 0
-        self.check_disk()
-        self.check_tiers(steps)
-
     def check_queue_empty(self, client: Client) -> None:
         until(
             lambda: all(tier.pending_copies == 0 and tier.state == "ok" for tier in client.status().tiers),
@@ -174,7 +146,7 @@ class Bench:
 
     def _with_catalog(self, act: Callable[[Catalog], Awaitable[Any]]) -> Any:
         async def opened() -> Any:
-            catalog = await Catalog.open(self.cache / "catalog", tiers=TIERS, node=NODE)
+            catalog = await Catalog.open(self.cache / "catalog", tiers=self.tiers, node=NODE)
             try:
                 return await act(catalog)
             finally:
@@ -188,7 +160,7 @@ class Bench:
         def look(txn: ReadTxn) -> Any:
             cached = {row.key: row.disk_size for row in txn.cached()}
             begun = list(txn.uploads())
-            waiting = [entry for tier in TIERS for entry in txn.pending(tier)]
+            waiting = [entry for tier in self.tiers for entry in txn.pending(tier)]
             return cached, begun, waiting, txn.totals() == txn.recount(), txn.deleting()
 
         cached, begun, waiting, sums_hold, deleting = self.rows(look)
@@ -204,6 +176,43 @@ class Bench:
             ShardKey(int(path.parent.name, 16), int(path.stem, 16)): path.stat().st_size
             for path in (self.cache / "data").glob("*/*.shard")
         }
+
+
+class Bench(Trainer):
+    """One node with a POSIX and an S3 tier of its own."""
+
+    def __init__(
+        self, directory: Path, server: SeaweedFS, prefix: str, *, soft: float = 0.01, capacity: str = "160MiB"
+    ) -> None:
+        self.server = server
+        self.prefix = prefix
+        self.pfs = directory / "pfs"
+        self.pfs.mkdir()
+        gateway = GatewayProcess(
+            directory,
+            NODE,
+            [posix_tier(self.pfs), s3_tier(server.endpoint, server.bucket, prefix=prefix, part_size="5MiB")],
+            capacity=capacity,
+            cache_keys=f'chunk_size = "1MiB"\nsoft = {soft}',
+            environment=server.environment,
+        )
+        super().__init__(gateway, TIERS)
+
+    def check_settled(self, steps: set[int]) -> None:
+        """Everything drained and bit-exact at every level; then the process ends in order, and disks and tiers are clean."""
+        with self.client() as client:
+            for step in sorted(steps):
+                client.wait(RUN, step, "all", timeout=60)
+                for source in (*TIERS, "auto"):
+                    self.compare(client, step, source)
+            self.check_queue_empty(client)
+            assert client.latest(RUN) == max(steps)
+            assert [found.step for found in listed(client)] == sorted(steps)
+            wanted = {step_dir(RUN, step) for step in steps}
+            until(lambda: self.steps_on_tiers() == wanted, "what was deleted is gone")
+        assert self.gateway.terminate() == 0
+        self.check_disk()
+        self.check_tiers(steps)
 
     def check_tiers(self, steps: set[int]) -> None:
         """Nothing half done, and nothing but these checkpoints' files."""

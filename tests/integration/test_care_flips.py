@@ -1,4 +1,4 @@
-"""One flipped bit in every place where bytes lie: found, kept apart, mended from another good copy, and said where none is left."""
+"""One flipped bit in every place where bytes lie: found, kept apart, mended from a good copy; or said, where none is left."""
 
 import contextlib
 import json

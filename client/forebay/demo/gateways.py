@@ -53,10 +53,11 @@ class GatewayProcess:
         node_keys: str = "",
         cache_keys: str = "",
         environment: Mapping[str, str] | None = None,
+        cache: Path | None = None,
     ) -> None:
         self.node = node
         self.directory = directory
-        self.cache = directory / f"cache-{node}"
+        self.cache = cache or directory / f"cache-{node}"
         self.log = directory / f"{node}.log"
         self.socket = directory / f"{node}.sock"
         self.address = f"unix://{self.socket}"

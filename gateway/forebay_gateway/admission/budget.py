@@ -163,3 +163,8 @@ class Budget:
         over = self._used + self._reserved + size - self.capacity * self._reopen
         estimate = over / rate if rate > 0 else 1.0
         return min(RETRY_S_MAX, max(RETRY_S_MIN, estimate))
+
+
+def disk_full_reason(free: int, reserve: int) -> str:
+    """What people are told."""
+    return f"the cache's disk is full: {free} bytes are free, {reserve} are kept for the catalog"

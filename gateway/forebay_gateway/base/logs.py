@@ -28,12 +28,19 @@ def _value(value: Any) -> str:
     return text if text.isprintable() and text and not set(text) & set(' ="') else json.dumps(text)
 
 
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
 class TextFormatter(logging.Formatter):
     """`time level logger message key=value`, one line a record; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # A name that a client chose stands in messages; a line break in it must not begin a forged record.
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        # A name that a client chose, or a server's words, stand in messages: no line break may begin a forged record, no
+        # control sequence reach a terminal.
+        message = _printable(record.getMessage())
         fields = [f"{key}={_value(value)}" for key, value in _fields(record).items()]
         line = " ".join([_time(record), record.levelname.lower(), record.name, message, *fields])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

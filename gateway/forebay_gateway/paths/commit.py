@@ -6,16 +6,18 @@ Owns this order, and the end of parts that are aborted or fall silent. The pendi
 """
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import AlreadyExists, Incomplete, InvalidArgument, MissingPart, NotFound
-from forebay_gateway.core.records import PartState, SessionRow, ShardRow
+from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
+from forebay_gateway.core.records import PartState, ShardRow
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PartRecord, ShardEntry
 from forebay_wire.names import file_and_directory
@@ -50,18 +52,18 @@ class CommitPath:
     def __init__(self, node: Node, writes: WritePath) -> None:
         self._node = node
         self._writes = writes
-        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
+        self._turns: dict[tuple[int, int], tuple[asyncio.Lock, int]] = {}  # and how many hold or want it
 
     async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:
         """Promise the part, or raise Incomplete / InvalidArgument / AlreadyExists and change nothing."""
         metadata_json = check_metadata(metadata_json)
-        session_id = await self._writes.open_part(part)
-        # A client that goes away after this point may find its part committed; it asks again and gets the same answer.
-        return await asyncio.shield(asyncio.ensure_future(self._commit(part, session_id, expected, metadata_json)))
+        with self._node.disk_refusals_shown():
+            session_id = await self._writes.open_part(part)
+            # A client that goes away after this point may find its part committed; it asks again and gets the same answer.
+            return await asyncio.shield(asyncio.ensure_future(self._commit(part, session_id, expected, metadata_json)))
 
     async def _commit(self, part: PartRef, session_id: int, expected: Sequence[Expected], metadata_json: str) -> Committed:
-        lock = self._locks.setdefault((session_id, part.writer), asyncio.Lock())
-        async with lock:
+        async with self._turn(session_id, part.writer):
             with self._node.catalog.read() as txn:
                 row = txn.part(session_id, part.writer)
                 landed = list(txn.shards(session_id, part.writer))
@@ -79,12 +81,27 @@ class CommitPath:
             else:
                 compare(part, expected, landed)
                 await self._make_durable(part, session_id, landed, metadata_json)
-        self._locks.pop((session_id, part.writer), None)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell()
         with self._node.catalog.read() as txn:
             session = txn.session(session_id)
             return Committed(session_id, session is not None and complete_at_cache(txn, session))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, session_id: int, writer: int) -> AsyncIterator[None]:
+        """One commit or abort of a part at a time."""
+        key = (session_id, writer)
+        lock, count = self._turns.get(key, (asyncio.Lock(), 0))
+        self._turns[key] = (lock, count + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, count = self._turns[key]
+            if count > 1:
+                self._turns[key] = (lock, count - 1)
+            else:
+                del self._turns[key]
 
     async def _make_durable(self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str) -> None:
         with self._node.catalog.read() as txn:
@@ -93,8 +110,6 @@ class CommitPath:
         commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
         document = record.to_json()
         failpoints.hit("commit.before_part_file")
-        await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
-        failpoints.hit("commit.before_catalog")
 
         def act(txn: WriteTxn) -> None:
             if sorted(row.shard_id for row in txn.shards(session_id, part.writer)) != sorted(row.shard_id for row in landed):
@@ -102,12 +117,21 @@ class CommitPath:
             txn.commit_part(session_id, part.writer, metadata_json, self._node.tier_names, commit_seq)
 
         try:
+            await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
+            failpoints.hit("commit.before_catalog")
             await self._node.catalog.write(act)
         except BaseException:
             if not self._node.catalog.is_failed:  # else it may hold the commit; recovery compares
-                await self._node.io.run(self._node.cache.remove_part_files, session_id, part.writer)
+                await self._remove_part_files(session_id, part.writer)
             raise
         failpoints.hit("commit.done")
+
+    async def _remove_part_files(self, session_id: int, writer: int) -> None:
+        """Of a commit that failed; why it did is what the caller hears."""
+        try:
+            await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
+        except ForebayError as error:
+            log.warning("cannot remove the file of a failed commit; an abort tries again error=%s", error)
 
     async def abort(self, part: PartRef) -> int:
         """Drop what the writer has put and not committed; returns how many shards went. Unknown parts count as aborted."""
@@ -121,9 +145,14 @@ class CommitPath:
         return await asyncio.shield(asyncio.ensure_future(self._drop(session.id, part.writer)))
 
     async def _drop(self, session_id: int, writer: int) -> int:
-        rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer))
+        async with self._turn(session_id, writer):
+            with self._node.catalog.read() as txn:
+                part = txn.part(session_id, writer)
+            if part is not None and part.state is PartState.OPEN:
+                # What a failed commit could not remove would be taken for a commit by the next start.
+                await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
+            rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer), frees=True)
         self._writes.forget(session_id, writer)
-        self._locks.pop((session_id, writer), None)
         self._node.budget.freed(sum(row.disk_size for row in rows))
         paths = [self._node.cache.shard_path(row.key) for row in rows]
         await self._node.io.run(self._node.cache.unlink_many, paths)
@@ -238,9 +267,3 @@ def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardR
         ),
         metadata=json.loads(metadata_json or "{}"),
     )
-
-
-def complete_at_cache(txn: ReadTxn, session: SessionRow) -> bool:
-    """Whether every writer's part is durable in some node's cache, as far as this node knows."""
-    here = {part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED}
-    return len(here | set(session.known_parts)) >= session.writers

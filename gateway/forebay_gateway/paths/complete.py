@@ -19,11 +19,12 @@ from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
-from forebay_gateway.core.states import ShardState
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardState
 from forebay_gateway.paths.commit import part_record
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import is_published, let_go
+from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -193,7 +194,7 @@ class Completion:
     async def _try_to_complete(self, session: SessionRow, ready: set[int]) -> bool:
         records = await self._collect(session, ready)
         if records is None:
-            return await self._completed_by_another(session) if 0 not in ready else False
+            return await self._completed_by_another(session)
         try:
             manifest = Manifest.of_parts(records, self._node.id)
         except ManifestError as error:
@@ -269,7 +270,12 @@ class Completion:
                 return False  # begun before a restart: proved first, since what is complete may be evicted
             await self._finished(session, PublishState.COMPLETE)
             return True
-        if self._is_older(session, there) or not self._all_verified_here(session):
+        if self._is_older(session, there):
+            return False
+        with self._node.catalog.read() as txn:
+            whole = not missing_parts(txn, session)
+        # What all writers committed is brought out first. What can never be whole would stay in the queue for ever.
+        if not (self._all_verified_here(session) if whole else await self._skip_rest(session)):
             return False
         await self._yield_to(session, there)
         return True
@@ -277,6 +283,22 @@ class Completion:
     def _all_verified_here(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:
             return all(self._part_verified(txn, part) for part in txn.parts(session.id) if not part.is_adopted)
+
+    async def _skip_rest(self, session: SessionRow) -> bool:
+        """Skip the queued copies of a session that another one superseded; False while a copy is still under way."""
+        return await self._node.catalog.write(partial(self._skip_queued, session))
+
+    def _skip_queued(self, session: SessionRow, txn: WriteTxn) -> bool:
+        queued = []
+        for row in txn.shards(session.id):
+            copy = txn.copy(row.key, self._tier.name)
+            if copy is not None and copy.state in (CopyState.WRITING, CopyState.WRITTEN):
+                return False
+            if copy is not None and copy.state is CopyState.PENDING:
+                queued.append(row.key)
+        for key in queued:
+            txn.copy_event(key, self._tier.name, CopyEvent.SKIP)
+        return True
 
     async def _yield_to(self, session: SessionRow, there: Manifest) -> None:
         log.info(

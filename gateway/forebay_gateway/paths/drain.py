@@ -16,7 +16,7 @@ from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import ErrorRecord, ForebayError, PermissionDenied, Unavailable, from_record
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.policy import is_commit_last
-from forebay_gateway.core.records import PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
+from forebay_gateway.core.records import PartRow, PartState, PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.node import Node
@@ -158,15 +158,25 @@ class Drain:
 
     def _others_verified(self, txn: ReadTxn, session: SessionRow, last: ShardRow) -> bool:
         """Whether a shard that readers take for the sign of completeness may go: all others are there."""
-        here = {part.writer for part in txn.parts(session.id) if not part.is_adopted}
-        for row in txn.shards(session.id):
-            if row.writer not in here or is_commit_last(row.name):
-                continue
-            copy = txn.copy(row.key, self._tier.name)
-            if copy is None or copy.state is not CopyState.VERIFIED:
-                return False
+        parts = [part for part in txn.parts(session.id) if not part.is_adopted]
+        if not all(part.state is PartState.COMMITTED and self._only_last_left(txn, part) for part in parts):
+            return False
         # Writer 0 also waits for the parts of other nodes; others do not, or two nodes could wait for each other.
+        here = {part.writer for part in parts}
         return last.writer != 0 or len(here | self.recorded_elsewhere(session.id)) >= session.writers
+
+    def _only_last_left(self, txn: ReadTxn, part: PartRow) -> bool:
+        """Whether all of the part's shards are verified but those that go last. Reads what is left, not what is done."""
+        _, known, _, _ = txn.part_progress(part.session_id, part.writer, self._tier.name)
+        if known < part.shard_count:
+            return False
+        for entry in txn.pending(self._tier.name, PendingCopy(part.commit_seq, ShardKey(part.session_id, 0))):
+            if entry.order != part.commit_seq:
+                break
+            row = txn.shard(entry.key)
+            if row is not None and not is_commit_last(row.name):
+                return False
+        return True
 
     def recorded_elsewhere(self, session_id: int) -> set[int]:
         """Writers whose part records complete.py has seen on this tier."""
@@ -228,15 +238,17 @@ class Drain:
     async def _quarantine(self, key: ShardKey, error: ForebayError) -> None:
         """The cache's own bytes are bad: never forwarded. The copy stays pending, the operator is told."""
 
-        def act(txn: WriteTxn) -> str:
+        def act(txn: WriteTxn) -> str | None:
             fail(txn, [key], self._tier.name, str(error))
             row = txn.shard(key)
-            if row is not None and row.state in (ShardState.SEALED, ShardState.EVICTABLE):
-                row = txn.shard_event(key, ShardEvent.MISMATCH)
-            return "" if row is None else row.name
+            if row is None or row.state not in (ShardState.SEALED, ShardState.EVICTABLE):
+                return None  # evicted under the mover's eyes, or seen to be bad before
+            return txn.shard_event(key, ShardEvent.MISMATCH).name
 
         name = await self._node.catalog.write(act)
         self._node.ask_mend(key)
+        if name is None:
+            return
         log.warning("a shard in the cache is damaged and quarantined name=%s error=%s", name, error)
         self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
             f"shard {name!r} in the cache is damaged: {error}",

@@ -11,6 +11,7 @@ from collections import Counter
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState
 from forebay_gateway.paths.node import Node
@@ -26,6 +27,7 @@ class Evictor:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._readers: Counter[ShardKey] = Counter()
+        self._unfinished: list[ShardRow] = []  # EVICTING, their files not removed yet
         self._lock = asyncio.Lock()
 
     def hold(self, key: ShardKey) -> None:
@@ -40,6 +42,8 @@ class Evictor:
 
     async def step(self) -> float | None:
         """Background: down to the soft watermark."""
+        async with self._lock:
+            await self._finish_again()
         over = self._node.budget.above_soft_bytes()
         if over:
             async with self._lock:
@@ -64,6 +68,11 @@ class Evictor:
                 freed += await asyncio.shield(asyncio.ensure_future(self._evict_rows(batch)))
                 shards += len(batch)
         return shards, freed
+
+    async def evict(self, wanted: int) -> int:
+        """Let go of up to `wanted` bytes, or a little more; returns how many went."""
+        async with self._lock:
+            return await self._evict(wanted)
 
     async def _evict(self, wanted: int) -> int:
         freed = 0
@@ -98,12 +107,22 @@ class Evictor:
             still = [row for row in rows if (now := txn.shard(row.key)) is not None and now.state is ShardState.EVICTABLE]
             return [txn.shard_event(row.key, ShardEvent.EVICT) for row in still]
 
-        rows = await self._node.catalog.write(begin)
+        rows = await self._node.catalog.write(begin, frees=True)
         failpoints.hit("evict.before_unlink")
-        await finish_evicting(self._node, rows)
+        try:
+            await finish_evicting(self._node, rows)
+        except ForebayError:
+            self._unfinished += rows
+            raise
         freed = sum(row.disk_size for row in rows)
         log.info("evicted shards=%s bytes=%s", len(rows), freed)
         return freed
+
+    async def _finish_again(self) -> None:
+        """What could not be removed or recorded at the first try."""
+        if self._unfinished:
+            await finish_evicting(self._node, self._unfinished)
+            self._unfinished = []
 
 
 async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:
@@ -117,5 +136,5 @@ async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:
             if current is not None and current.state is ShardState.EVICTING:
                 txn.shard_event(row.key, ShardEvent.UNLINKED)
 
-    await node.catalog.write(end)
+    await node.catalog.write(end, frees=True)
     node.budget.freed(sum(row.disk_size for row in rows))

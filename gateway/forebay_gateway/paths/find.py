@@ -4,17 +4,17 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, MissingPart, NotFound, Unavailable
-from forebay_gateway.core.layout import manifest_key, parse_step_dir
-from forebay_gateway.core.records import CheckpointRow, Origin, PartState, PublishState, SessionRow
-from forebay_gateway.paths.commit import complete_at_cache
+from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, NotFound, Unavailable
+from forebay_gateway.core.layout import CONTROL_DIR, manifest_key, parse_step_dir
+from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import describe_missing, is_complete, knows_copies, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 
@@ -22,6 +22,7 @@ log = logging.getLogger("forebay.find")
 
 RUN_DEPTH_MAX = 16
 ASK_AGAIN_S = 2.0
+STEPS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,15 @@ class Finder:
                     tier.failed(error)
                 self._ask_again_s[tier.name, session.id] = self._node.clock.monotonic() + ASK_AGAIN_S
 
+    async def at_level(self, session: SessionRow, tier: MonitoredTier) -> SessionRow:
+        """The session again, with what the tier says of it where this node was never told: a session that was found on one tier
+        is complete on another, or not, without this catalog's doing."""
+        if session.origin is not Origin.TIER or tier.name in session.publish or not tier.usable:
+            return session
+        await self.learn_copies(session, [tier])
+        with self._node.catalog.read() as txn:
+            return txn.session(session.id) or session
+
     def _unreachable(self) -> tuple[str, ...]:
         return tuple(tier.name for tier in self._node.unreachable_tiers())
 
@@ -155,6 +165,7 @@ class Finder:
 
     async def latest(self, run: str, level: str = "any") -> Found:
         """The complete checkpoint with the highest step; raises NotFound or Unavailable."""
+        wanted = None if level in ("", "any", "cache") else self._node.tier(level)
         steps = await self._steps(run)
         for step in sorted(steps, reverse=True):
             try:
@@ -164,6 +175,8 @@ class Finder:
             except Corrupt as error:
                 log.warning("a damaged checkpoint is passed over run=%s step=%s error=%s", run, step, error)
                 continue
+            if wanted is not None:
+                found = Found(await self.at_level(found.session, wanted), found.unreachable)
             if level in ("", "any") or self._reached(found.session, level):
                 return found
         away = self._unreachable()
@@ -177,10 +190,7 @@ class Finder:
         raise NotFound(f"run {run!r} has no complete checkpoint", run=run)
 
     def _reached(self, session: SessionRow, level: str) -> bool:
-        if level != "cache":
-            self._node.tier(level)
-            return session.publish.get(level) is PublishState.COMPLETE
-        return self._whole_in_cache(session)
+        return self._whole_in_cache(session) if level == "cache" else session.publish.get(level) is PublishState.COMPLETE
 
     async def _steps(self, run: str) -> set[int]:
         with self._node.catalog.read() as txn:
@@ -199,12 +209,22 @@ class Finder:
     async def steps(self, run: str) -> list[int]:
         """All steps known here or on a reachable tier, ascending; manifests of the latter are adopted."""
         steps = sorted(await self._steps(run))
-        for step in steps:
-            try:
-                await self.complete(run, step)
-            except ForebayError:
-                continue  # the view says what is wrong with it
+
+        async def look(step: int) -> None:
+            with contextlib.suppress(ForebayError):  # the view says what is wrong with it
+                await self.everywhere(run, step)
+
+        for begin in range(0, len(steps), STEPS_AT_ONCE):
+            await asyncio.gather(*(look(step) for step in steps[begin : begin + STEPS_AT_ONCE]))
         return steps
+
+    async def everywhere(self, run: str, step: int) -> Found:
+        """As complete(), and each tier has been asked that this node knows nothing of."""
+        found = await self.complete(run, step)
+        session = found.session
+        for tier in self._node.usable_tiers():
+            session = await self.at_level(session, tier)
+        return Found(session, found.unreachable)
 
     async def runs(self) -> list[str]:
         """All runs known here or on a reachable tier, sorted."""
@@ -220,51 +240,9 @@ class Finder:
     async def _walk(self, tier: MonitoredTier, prefix: str, runs: set[str], depth: int) -> None:
         """Directories down to those that hold a step."""
         listing = await tier.tier.list(prefix)
-        names = [name for name in listing.directories if not name.startswith(".")]
+        names = [name for name in listing.directories if name != CONTROL_DIR]
         if prefix and any(parse_step_dir(name) is not None for name in names):
             runs.add(prefix.rstrip("/"))
         for name in names:
             if parse_step_dir(name) is None and depth > 0:
                 await self._walk(tier, f"{prefix}{name}/", runs, depth - 1)
-
-
-def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
-    """Whether every shard of every writer has landed and verified somewhere: in this node's cache, or on a tier."""
-    if any(state is PublishState.COMPLETE for state in session.publish.values()):
-        return True
-    if session.origin is Origin.TIER or session.reason:
-        return False
-    parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-    return len(parts) >= session.writers and complete_at_cache(txn, session)
-
-
-def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
-    """Whether every shard of every writer has a row for its copy on the tier."""
-    parts = txn.parts(session.id)
-    return len(parts) >= session.writers and all(
-        txn.part_progress(session.id, part.writer, tier)[1] >= part.shard_count for part in parts
-    )
-
-
-def sessions_of(txn: ReadTxn, row: CheckpointRow) -> list[SessionRow]:
-    """A checkpoint's sessions, in the order in which they were opened here."""
-    return [session for number in row.session_ids if (session := txn.session(number)) is not None]
-
-
-def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:
-    """The writers that this node has not heard a commit of."""
-    states = {part.writer: part.state for part in txn.parts(session.id)}
-    missing = []
-    for writer in range(session.writers):
-        state = states.get(writer)
-        if state is PartState.COMMITTED or (state is None and writer in session.known_parts):
-            continue
-        missing.append(MissingPart(writer, (), "absent" if state is None else "open"))
-    return tuple(missing)
-
-
-def describe_missing(missing: tuple[MissingPart, ...]) -> str:
-    """One clause for people."""
-    shown = ", ".join(f"{part.writer} ({part.state})" for part in missing[:16])
-    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return f"incomplete: no commit from writer{'s' if len(missing) > 1 else ''} {shown}{more}"

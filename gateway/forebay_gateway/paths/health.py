@@ -3,21 +3,25 @@
 Owns what counts as an alarm and how bad it is. Takes no action.
 """
 
+import contextlib
 from dataclasses import dataclass
 from itertools import islice
 
+from forebay_gateway.admission.budget import disk_full_reason
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import DiskFull
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState
-from forebay_gateway.paths.find import is_complete, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
+from forebay_gateway.paths.wholeness import is_complete, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import TierState
 
 STALLED_AFTER_S = 30.0
+DISK_FULL_SHOWN_S = 3.0  # a refusal that the disk's free bytes do not explain: a quota, or space that came and went
 SKEW_S_MAX = 300.0
 LOOK_AHEAD_MAX = 1000
 
@@ -51,12 +55,12 @@ class Health:
         self._clock = clock
         self._lag = lag
         self._began_s = clock.monotonic()
+        self._refusals_seen, self._refused_s = 0, 0.0
         self._heads: dict[str, tuple[ShardKey, float]] = {}  # tier: (oldest pending shard, since when it is that one)
 
     async def step(self) -> float | None:
-        """Note the head of each queue, and whether a full disk has space again."""
-        if self._node.cache.free_on_disk > 2 * self._node.config.cache.catalog_reserve:
-            self._node.budget.disk_full("")
+        """Note the head of each queue, and whether the disk is full or has space again."""
+        await self._watch_disk()
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
             for tier in self._node.tier_names:
@@ -67,6 +71,23 @@ class Health:
                 elif tier not in self._heads or self._heads[tier][0] != head.key:
                     self._heads[tier] = (head.key, now_s)
         return None
+
+    async def _watch_disk(self) -> None:
+        """Also where nobody writes: a disk that is full shows, and one that is no more is usable."""
+        node, budget = self._node, self._node.budget
+        if node.catalog.no_space:
+            with contextlib.suppress(DiskFull):
+                await node.catalog.write(lambda txn: None)  # asks for the space again
+        free, reserve = node.cache.free_on_disk, node.config.cache.catalog_reserve
+        if node.catalog.no_space:
+            budget.disk_full(node.catalog.no_space)
+        elif free < reserve:
+            budget.disk_full(disk_full_reason(free, reserve), reserve)
+        now_s = self._clock.monotonic()
+        if budget.disk_refusals != self._refusals_seen:
+            self._refusals_seen, self._refused_s = budget.disk_refusals, now_s
+        elif free >= budget.disk_needs and now_s - self._refused_s >= DISK_FULL_SHOWN_S:
+            budget.disk_usable()
 
     def oldest_pending_s(self, tier: str) -> float | None:
         """For how long the queue's oldest shard has been that, in seconds; None for an empty queue."""
@@ -120,8 +141,10 @@ class Health:
                     continue
                 seen.add((session.run, session.step))
                 row = txn.checkpoint(session.run, session.step)
-                found = None if row is None else view(self._node, txn, row)
-                if found is not None and found.state != "complete":
+                # First the cheap question: while a tier is away there are many that only wait for it, and a view reads shards.
+                if row is None or row.deleting or any(is_complete(txn, other) for other in sessions_of(txn, row)):
+                    continue
+                if (found := view(self._node, txn, row)) is not None:
                     views.append(found)
         return tuple(views)
 
@@ -156,7 +179,9 @@ class Health:
         pressure = self._node.budget.pressure()
         alarms = []
         if pressure.level == "refusing":
-            alarms.append(Alarm("critical", f"new shards are refused: {pressure.reason}", "the drain must make room"))
+            full = "make space on the disk of cache.path; it is used again by itself"
+            todo = full if self._node.budget.disk_reason else "the drain must make room"
+            alarms.append(Alarm("critical", f"new shards are refused: {pressure.reason}", todo))
         if not self._node.cache.direct_io:
             alarms.append(
                 Alarm(

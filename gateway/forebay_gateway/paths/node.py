@@ -5,7 +5,7 @@ Owns nothing but the wiring's shape; build.py fills it. Events are hints only: w
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from forebay_gateway.admission.budget import Budget
@@ -14,7 +14,7 @@ from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config import Config
-from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -93,6 +93,15 @@ class Node:
         asks again."""
         if len(self.to_mend) < MEND_HINTS_MAX:
             self.to_mend[key] = None
+
+    @contextlib.contextmanager
+    def disk_refusals_shown(self) -> Iterator[None]:
+        """What the disk refuses inside shows in status too, not only to the caller."""
+        try:
+            yield
+        except DiskFull as error:
+            self.budget.disk_full(str(error))
+            raise
 
     def tier(self, name: str) -> MonitoredTier:
         """By name; raises InvalidArgument that lists the names."""

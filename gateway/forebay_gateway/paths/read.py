@@ -33,9 +33,10 @@ from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardS
 from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
-from forebay_gateway.paths.find import Finder, is_complete
+from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import arrived, copy_lost
+from forebay_gateway.paths.wholeness import is_complete
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c
@@ -54,6 +55,12 @@ class Piece:
     offset: int
     crc32c: int
     data: memoryview
+    _chunk: memoryview  # what `data` is a part of; those who handed it on hold it too
+
+    def release(self) -> None:
+        """Give the memory back now: a buffer of the pool would else be held until the next piece is asked for."""
+        self.data.release()
+        self._chunk.release()
 
 
 class ReadPath:
@@ -145,12 +152,15 @@ class ReadPath:
         """First sight of damage: no one reads this file again."""
         key = ShardKey(item.session_id, item.shard_id)
 
-        def act(txn: WriteTxn) -> None:
+        def act(txn: WriteTxn) -> bool:
             row = txn.shard(key)
-            if row is not None and row.state in CACHED_STATES:
-                txn.shard_event(key, ShardEvent.MISMATCH)
+            if row is None or row.state not in CACHED_STATES:
+                return False  # evicted before it was opened, or seen to be bad by another
+            txn.shard_event(key, ShardEvent.MISMATCH)
+            return True
 
-        await self._node.catalog.write(act)
+        if not await self._node.catalog.write(act):
+            return
         self._node.ask_mend(key)
         log.warning("a shard in the cache is damaged and quarantined key=%s error=%s", item.key, error)
         self._node.alarms[f"quarantine-{key.session_id}-{key.shard_id}"] = (
@@ -257,14 +267,26 @@ class ReadPath:
             log.info("a fetch came too late key=%s error=%s", item.key, error)
             await self._node.io.run(self._node.cache.unlink, self._node.cache.shard_path(row.key))
             return False
-        except Unavailable as error:
+        except (CacheFull, Unavailable) as error:
             log.info("a fetch did not finish key=%s error=%s", item.key, error)
-            # A mover that died had no time to; the next fetch of this shard needs the name.
-            await self._node.io.run(self._node.cache.unlink, self._node.cache.incoming_path(row.shard_id))
+            await self._drop_fetched(row.key)
             return False
         finally:
             reservation.release()
         return True
+
+    async def _drop_fetched(self, key: ShardKey) -> None:
+        """What a fetch that was not recorded has left. A mover that died had no time to; the next fetch needs the name."""
+        cache = self._node.cache
+        with self._node.catalog.read() as txn:
+            row = txn.shard(key)
+        paths = [cache.incoming_path(key.shard_id)]
+        if row is None or row.state is ShardState.EVICTED:
+            paths.append(cache.shard_path(key))
+        try:
+            await self._node.io.run(cache.unlink_many, paths)
+        except ForebayError as error:
+            log.warning("cannot remove what a fetch left; the next start does error=%s", error)
 
 
 class _FetchReports:
@@ -363,7 +385,7 @@ class _Stream:
         else:
             crc = crc32c(data)
         self._at += 1
-        return Piece(low, crc, data)
+        return Piece(low, crc, data, chunk)
 
     def _note_quarantined(self, source: str) -> None:
         """Copies that this stream did not read itself: a fetch, or an earlier reader, has seen that they are bad."""

@@ -18,8 +18,9 @@ from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound,
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
-from forebay_gateway.paths.find import Finder, sessions_of
+from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 
@@ -161,8 +162,9 @@ class Retention:
             await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
 
     async def drop_superseded(self, session: SessionRow) -> None:
-        """Delete a session that a newer one of its step has replaced on every tier, as the caller has seen there; the checkpoint
-        and its manifest stay.
+        """Delete a session that a newer one of its step has replaced on every tier, as the caller has seen there.
+
+        The checkpoint and its manifest stay.
 
         Raises Unavailable where a tier is away or something is on its way: nothing is forgotten then, and it can be repeated.
         """
@@ -219,15 +221,19 @@ class Retention:
         for shard in shards:
             for kind in ("lost", "quarantine"):
                 self._node.alarms.pop(f"{kind}-{shard.session_id}-{shard.shard_id}", None)
+        unlinked = {shard.key for shard in on_disk}
         for session in sessions:
-            await self._node.catalog.write(partial(_drop_session, session.id))
+            # By the rows as they are now: since the look some may have been evicted, and a stream may have sealed one more.
+            rows = await self._node.catalog.write(partial(_drop_session, session.id))
+            self._node.budget.freed(sum(row.disk_size for row in rows))
+            await io.run(cache.unlink_many, [cache.shard_path(row.key) for row in rows if row.key not in unlinked])
+            await io.run(cache.remove_part_files, session.id, None)
             await io.run(cache.drop_session_dir, session.id)
-        self._node.budget.freed(sum(shard.disk_size for shard in on_disk))
 
 
 def _yielded(session_id: int, tier: str, txn: WriteTxn) -> None:
     txn.set_publish(session_id, tier, PublishState.SUPERSEDED)
 
 
-def _drop_session(session_id: int, txn: WriteTxn) -> None:
-    txn.drop_session(session_id)
+def _drop_session(session_id: int, txn: WriteTxn) -> list[ShardRow]:
+    return txn.drop_session(session_id) if txn.session(session_id) is not None else []

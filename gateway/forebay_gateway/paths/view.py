@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
-from forebay_gateway.paths.find import describe_missing, is_complete, missing_parts, sessions_of
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import Incomplete, InvalidArgument, MissingPart, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.records import PublishState, SessionRow
-from forebay_gateway.paths.commit import complete_at_cache
-from forebay_gateway.paths.find import Finder, describe_missing, missing_parts, sessions_of
+from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, sessions_of
 
 LOOK_AGAIN_S = 0.25
+ASK_AGAIN_S = 1.0  # the tiers, for what is not known here: once for all who wait for it
+ASKED_MAX = 1000
 TELL_EVERY_S = 1.0
 
 
@@ -34,6 +36,7 @@ class Waiter:
     def __init__(self, node: Node, finder: Finder) -> None:
         self._node = node
         self._finder = finder
+        self._asked: dict[tuple[str, int], tuple[float, str]] = {}  # (when, what the tiers said)
 
     def check_level(self, level: str) -> None:
         """Raise InvalidArgument or Unsupported for a level that this gateway cannot reach."""
@@ -42,10 +45,12 @@ class Waiter:
         if level not in ("cache", "all"):
             self._node.tier(level)
 
-    async def watch(self, run: str, step: int, level: str) -> AsyncGenerator[Progress, None]:
-        """Progress at each change and about once a second; ends after one that is reached. Runs until it is closed.
+    async def watch(self, run: str, step: int, level: str, name: str = "") -> AsyncGenerator[Progress, None]:
+        """Progress of the session `name`, else of the newest known here, at each change and about once a second; ends after one
+        that is reached. Runs until it is closed.
 
-        Raises Incomplete once node.complete_within has passed and some writer has not committed.
+        Once node.complete_within has passed, raises Incomplete where some writer has not committed, NotFound where nobody has
+        heard of the checkpoint.
         """
         self.check_level(level)
         clock = self._node.clock
@@ -54,7 +59,7 @@ class Waiter:
         told_s = float("-inf")
         while True:
             now_s = clock.monotonic()
-            progress = await self._look(run, step, level, began_s)
+            progress = await self._look(run, step, level, name, began_s)
             if progress != told or now_s - told_s >= TELL_EVERY_S:
                 told, told_s = progress, now_s
                 yield progress
@@ -62,11 +67,14 @@ class Waiter:
                 return
             await self._node.changes.wait(LOOK_AGAIN_S)
 
-    async def _look(self, run: str, step: int, level: str, began_s: float) -> Progress:
-        session = self._newest(run, step)
+    async def _look(self, run: str, step: int, level: str, name: str, began_s: float) -> Progress:
+        session = self._session(run, step, name)
         if session is None:
-            return await self._elsewhere(run, step, level)
+            return await self._elsewhere(run, step, level, began_s)
         levels = self._node.required_tiers or self._node.tier_names if level == "all" else (level,)
+        for name in levels:
+            if name in self._node.tiers:
+                session = await self._finder.at_level(session, self._node.tiers[name])
         with self._node.catalog.read() as txn:
             progress = combined([level_progress(txn, session, name) for name in levels])
         if not progress.reached and progress.missing:
@@ -80,21 +88,29 @@ class Waiter:
                 )
         return progress
 
-    def _newest(self, run: str, step: int) -> SessionRow | None:
+    def _session(self, run: str, step: int, name: str) -> SessionRow | None:
         with self._node.catalog.read() as txn:
+            if name and (named := txn.find_session(run, step, name)) is not None:
+                return named
             checkpoint = txn.checkpoint(run, step)
             sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
         return sessions[-1] if sessions else None
 
-    async def _elsewhere(self, run: str, step: int, level: str) -> Progress:
-        """Not heard of here: it may be written through other gateways."""
+    async def _elsewhere(self, run: str, step: int, level: str, began_s: float) -> Progress:
+        """Not heard of here: it may be written through other gateways. Found, it is in the catalog at the next look."""
+        asked_s, answer = self._asked.get((run, step), (float("-inf"), ""))
+        if self._node.clock.monotonic() - asked_s < ASK_AGAIN_S:
+            return Progress(False, 0, 0, (), answer)
         try:
-            found = await self._finder.complete(run, step)
+            await self._finder.complete(run, step)
         except (NotFound, Unavailable, Incomplete) as error:
+            if len(self._asked) >= ASKED_MAX:
+                self._asked.clear()
+            self._asked[run, step] = (self._node.clock.monotonic(), error.sentence)
+            if isinstance(error, NotFound) and self._node.clock.monotonic() - began_s >= self._node.config.node.complete_within:
+                raise
             return Progress(False, 0, 0, (), error.sentence)
-        with self._node.catalog.read() as txn:
-            names = self._node.required_tiers if level == "all" else (level,)
-            return combined([level_progress(txn, found.session, name) for name in names])
+        return Progress(False, 0, 0, (), f"found on a tier, on its way to {level}")
 
 
 def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:

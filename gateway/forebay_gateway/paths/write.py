@@ -9,15 +9,27 @@ Owns the order of these acts and what is undone when one fails. What was not ack
 
 import asyncio
 import contextlib
+import logging
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay_gateway.admission.budget import Reservation
+from forebay_gateway.admission.budget import Reservation, disk_full_reason
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import AlreadyExists, CacheFull, Corrupt, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    CacheFull,
+    Corrupt,
+    DiskFull,
+    ForebayError,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from forebay_gateway.core.layout import announce_key, shard_key
 from forebay_gateway.core.records import PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import Identity
@@ -26,9 +38,13 @@ from forebay_gateway.paths.node import Node
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
 
+log = logging.getLogger("forebay.write")
+
 MAX_WRITERS = 1 << 20
+SMALL_SHARDS_MAX = 5000  # in one request: they are looked up, claimed and written as one group
 GROWTH_BYTES_MAX = 64 << 20  # reserved at a time for a stream whose length is not known; less in a small cache
 SMALL_WRITES_AT_ONCE = 16
+S3_KEY_BYTES_MAX = 1024  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html
 DISK_FULL_RETRY_S = 5.0
 
 
@@ -81,10 +97,13 @@ class WritePath:
         self._node = node
         self._evictor = evictor
         self._receiving: dict[tuple[int, str], int] = {}  # (session, shard name): writer that streams it now
+        self._streaming: Counter[tuple[int, int]] = Counter()  # (session, writer): streams under way
         self._last_heard_s: dict[tuple[int, int], float] = {}  # (session, writer): monotonic
         self.open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        prefixes = [f"{tier.prefix}/" if tier.prefix else "" for tier in node.config.tiers if tier.kind == "s3"]
+        self._key_bytes_max = S3_KEY_BYTES_MAX - max(len(prefix.encode()) for prefix in prefixes) if prefixes else 1 << 30
         self.growth_bytes = min(GROWTH_BYTES_MAX, max(4 * node.config.cache.chunk_size, node.budget.capacity // 64))
 
     # -- one shard by stream -------------------------------------------------------------------------------------------
@@ -92,6 +111,10 @@ class WritePath:
     async def begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
         """Check and reserve; nothing is left behind when it raises."""
         check_name(name)
+        with self._node.disk_refusals_shown():
+            return await self._begin(part, name, size)
+
+    async def _begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
         session_id = await self.open_part(part)
         if (existing := self._existing(session_id, part, name)) is not None:
             return Existing(Receipt(existing.name, existing.size, existing.crc32c))
@@ -101,7 +124,7 @@ class WritePath:
             reservation = await self.reserve(disk_size(self.growth_bytes if size is None else size, chunk_size))
             try:
                 key = ShardKey(session_id, self._node.catalog.new_id())
-                writer = await self._create(key, size, chunk_size)
+                writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
             except BaseException:
                 reservation.release()
                 raise
@@ -109,15 +132,6 @@ class WritePath:
             claim.close()
             raise
         return Incoming(self, part, name, size, key, writer, reservation, claim)
-
-    async def _create(self, key: ShardKey, size: int | None, chunk_size: int) -> ShardWriter:
-        try:
-            writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
-        except CacheFull as error:
-            self._node.budget.disk_full(str(error))
-            raise
-        self._node.budget.disk_full("")
-        return writer
 
     def _claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
         """One stream a name at a time."""
@@ -127,11 +141,15 @@ class WritePath:
                 raise AlreadyExists(f"shard {name!r} is being written by another writer", writer=holder)
             raise Unavailable(f"shard {name!r} is being written by another stream", retry_after_s=0.5, writer=holder)
         self._receiving[key] = part.writer
+        self._streaming[session_id, part.writer] += 1
         self.open_streams += 1
         self._idle.clear()
 
         def give_back() -> None:
             del self._receiving[key]
+            self._streaming[session_id, part.writer] -= 1
+            if not self._streaming[session_id, part.writer]:
+                del self._streaming[session_id, part.writer]
             self.open_streams -= 1
             if not self.open_streams:
                 self._idle.set()
@@ -149,12 +167,18 @@ class WritePath:
 
     async def put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group."""
-        names = [check_name(shard.name) for shard in shards]
-        if len(set(names)) != len(names):
-            raise InvalidArgument("a request names a shard twice", name=next(n for n in names if names.count(n) > 1))
+        if len(shards) > SMALL_SHARDS_MAX:
+            raise InvalidArgument(f"a request has at most {SMALL_SHARDS_MAX} shards; send several", shards=len(shards))
+        names = Counter(check_name(shard.name) for shard in shards)
+        if len(names) != len(shards):
+            raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
         for shard in shards:
             if crc32c(shard.data) != shard.crc32c:
                 raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
+        with self._node.disk_refusals_shown():
+            return await self._put_small(part, shards)
+
+    async def _put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         session_id = await self.open_part(part)
         fresh = [shard for shard in shards if not self._same_already(session_id, part, shard)]
         if fresh:
@@ -179,7 +203,7 @@ class WritePath:
             async with slots:
                 key = ShardKey(session_id, self._node.catalog.new_id())
                 size = len(shard.data)
-                writer = await self._create(key, size, chunk_size)
+                writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
                 try:
                     for offset in range(0, size, chunk_size):
                         piece = shard.data[offset : offset + chunk_size]
@@ -208,6 +232,22 @@ class WritePath:
             reservation.settle(sum(row.disk_size for row in written))
 
     # -- shared --------------------------------------------------------------------------------------------------------
+
+    def _check_name(self, part: PartRef, name: str) -> str:
+        """The shard's name, or InvalidArgument; also for one that some tier could never take: it could be acknowledged, and
+        would then stay in the cache for good."""
+        check_name(name)
+        keys = (
+            make(part.run, part.step, part.session, last) for make, last in ((shard_key, name), (announce_key, part.writer))
+        )
+        length = max(len(key.encode()) for key in keys)
+        if length > self._key_bytes_max:
+            raise InvalidArgument(
+                f"run and shard name together are too long for an object store's keys: {name!r}",
+                key_bytes=length,
+                limit_bytes=self._key_bytes_max,
+            )
+        return name
 
     async def open_part(self, part: PartRef) -> int:
         """The session's number, its rows created where this is the first that is heard of it."""
@@ -238,7 +278,7 @@ class WritePath:
     def silent_for_s(self, session_id: int, writer: int) -> float:
         """Seconds since this part was last heard of; counted from the gateway's start for parts of an earlier process."""
         key = (session_id, writer)
-        if any(holder == writer for (session, _), holder in self._receiving.items() if session == session_id):
+        if key in self._streaming:
             return 0.0
         now_s = self._node.clock.monotonic()
         return now_s - self._last_heard_s.setdefault(key, now_s)
@@ -265,7 +305,7 @@ class WritePath:
     async def reserve(self, size: int) -> Reservation:
         """Space, after evicting verified data where that helps; raises CacheFull."""
         self._node.budget.check_fits(size)
-        self._check_disk(size)
+        await self._check_disk(size)
         try:
             return self._node.budget.reserve(size)
         except CacheFull:
@@ -273,13 +313,15 @@ class WritePath:
                 raise
             return self._node.budget.reserve(size)
 
-    def _check_disk(self, size: int) -> None:
+    async def _check_disk(self, size: int) -> None:
         """The disk may be fuller than the capacity says; the catalog must always have room to grow."""
-        free, reserve = self._node.cache.free_on_disk, self._node.config.cache.catalog_reserve
-        if free - size < reserve:
-            reason = f"the cache's disk is full: {free} bytes are free, {reserve} are kept for the catalog"
-            self._node.budget.disk_full(reason)
-            raise CacheFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
+        reserve = self._node.config.cache.catalog_reserve
+        missing = size + reserve - self._node.cache.free_on_disk
+        if missing <= 0:
+            return
+        if await self._evictor.evict(missing) < missing:
+            reason = disk_full_reason(self._node.cache.free_on_disk, reserve)
+            raise DiskFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
 
     async def record(self, writer: int, rows: Sequence[tuple[ShardRow, bytes]]) -> None:
         """The files are durable; make the catalog say so, synced. The files are dropped where it refuses."""
@@ -301,8 +343,12 @@ class WritePath:
             raise
 
     async def _drop_files(self, keys: Sequence[ShardKey]) -> None:
+        """Of shards that were not acknowledged; why they were not is what the caller hears."""
         paths = [self._node.cache.shard_path(key) for key in keys]
-        await self._node.io.run(self._node.cache.unlink_many, paths)
+        try:
+            await self._node.io.run(self._node.cache.unlink_many, paths)
+        except ForebayError as error:
+            log.warning("cannot remove files that no acknowledgement covers; the next start looks again error=%s", error)
 
 
 class Existing:
@@ -329,6 +375,8 @@ class Existing:
         """For clients that send the bytes all the same: they are checked, then compared at the end by their CRC."""
         if crc32c(data) != crc:
             raise Corrupt("a chunk arrived damaged", offset=offset)
+        if not data.nbytes:
+            raise InvalidArgument("a chunk of a wrong length", offset=offset, length=0)
         if offset != self._offset:
             raise InvalidArgument("chunks must come in order, each once", expected_offset=self._offset, offset=offset)
         self._offset += len(data)
@@ -377,7 +425,8 @@ class Incoming:
         if self._size is None and (more := disk_size(end, self._chunk_size) - self._reservation.size) > 0:
             self._reservation.grow(max(more, self._path.growth_bytes))
         self._offset = end
-        await self._writer.write_chunk(crc, data)
+        with self._path._node.disk_refusals_shown():
+            await self._writer.write_chunk(crc, data)
 
     async def finish(self, size: int, crc: int) -> Receipt:
         """Durable, or an error and nothing left."""
@@ -394,9 +443,10 @@ class Incoming:
 
     async def _seal(self, size: int, crc: int) -> Receipt:
         try:
-            sealed = await self._writer.seal(identity(self._part, self._name), size=size, crc32c=crc)
-            row = shard_row(self._key, self._part, self._name, self._chunk_size, sealed)
-            await self._path.record(self._part.writer, [(row, sealed.chunks)])
+            with self._path._node.disk_refusals_shown():
+                sealed = await self._writer.seal(identity(self._part, self._name), size=size, crc32c=crc)
+                row = shard_row(self._key, self._part, self._name, self._chunk_size, sealed)
+                await self._path.record(self._part.writer, [(row, sealed.chunks)])
         except BaseException:
             await self._undo()
             raise

@@ -3,7 +3,7 @@
 Owns decoding and encoding, and which calls take the maintenance lock.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from forebay_gateway.paths.care.space import Moved, Space
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.node import Node
+from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, streams
 from forebay_wire.names import InvalidName, check_run
 from forebay_wire.v1 import admin_pb2 as pb
@@ -45,9 +46,10 @@ class CareService:
         self._node = node
         self._care = care
         self._lock = Maintenance()
+        self.sending = Sending(node.config.node.stream_timeout)
 
     @streams
-    async def Verify(self, request: pb.VerifyRequest, context: Context) -> AsyncIterator[pb.CopyReport]:
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> AsyncGenerator[pb.CopyReport, None]:
         """See admin.proto."""
         check_name(request.run)
         with self._lock.hold("verify"):
@@ -92,7 +94,7 @@ class CareService:
         return message
 
     @streams
-    async def Fsck(self, request: pb.FsckRequest, context: Context) -> AsyncIterator[pb.Finding]:
+    async def Fsck(self, request: pb.FsckRequest, context: Context) -> AsyncGenerator[pb.Finding, None]:
         """See admin.proto."""
         with self._lock.hold("fsck"):
             async with aclosing(self._care.check.check(request.deep)) as findings:
@@ -100,7 +102,7 @@ class CareService:
                     yield finding(found)
 
     @streams
-    async def Repair(self, request: pb.RepairRequest, context: Context) -> AsyncIterator[pb.Finding]:
+    async def Repair(self, request: pb.RepairRequest, context: Context) -> AsyncGenerator[pb.Finding, None]:
         """See admin.proto."""
         with self._lock.hold("repair"):
             async with aclosing(self._care.repair.repair(request.apply, request.deep)) as findings:
@@ -108,7 +110,7 @@ class CareService:
                     yield finding(found)
 
     @streams
-    async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> AsyncIterator[pb.Quarantined]:
+    async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> AsyncGenerator[pb.Quarantined, None]:
         """See admin.proto."""
         if request.id:
             yield quarantined(self._care.quarantine.show(request.id))
@@ -124,7 +126,7 @@ class CareService:
             return quarantined(await self._care.quarantine.release(request.id, request.force))
 
     @streams
-    async def Collect(self, request: pb.CollectRequest, context: Context) -> AsyncIterator[pb.Garbage]:
+    async def Collect(self, request: pb.CollectRequest, context: Context) -> AsyncGenerator[pb.Garbage, None]:
         """See admin.proto."""
         if request.older_than_s < 0:
             raise InvalidArgument("an age is not negative", older_than_s=request.older_than_s)

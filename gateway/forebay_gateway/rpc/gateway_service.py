@@ -4,7 +4,7 @@ Owns decoding and encoding. PutShard and ReadShard take and give raw messages: t
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,14 @@ from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath
 from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, streams
 from forebay_wire.frames import ChunkFrame, FrameError, decode_put_request, encode_read_chunk
 from forebay_wire.names import InvalidName, check_run
 from forebay_wire.v1 import gateway_pb2 as pb
 
 WINDOW = 4
+WAIT_S_MAX = 366 * 86400
 SHARDS_A_PAGE = 1000
 
 
@@ -46,11 +48,12 @@ class GatewayService:
     def __init__(self, node: Node, paths: Paths) -> None:
         self._node = node
         self._paths = paths
+        self.sending = Sending(node.config.node.stream_timeout)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     @streams
-    async def PutShard(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+    async def PutShard(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
         """See gateway.proto. Messages are raw: the next one is read only once there is credit for it."""
         incoming: Incoming | Existing | None = None
         deadline_s = self._node.config.node.stream_timeout
@@ -79,10 +82,12 @@ class GatewayService:
                 await incoming.discard()
 
     @streams
-    async def PutMany(self, requests: AsyncIterator[pb.PutManyRequest], context: Context) -> AsyncIterator[pb.PutManyResponse]:
+    async def PutMany(
+        self, requests: AsyncIterator[pb.PutManyRequest], context: Context
+    ) -> AsyncGenerator[pb.PutManyResponse, None]:
         """See gateway.proto."""
         part: pb.PartRef | None = None
-        async for request in requests:
+        while (request := await _next_message(requests, self._node.config.node.stream_timeout)) is not None:
             if request.HasField("part"):
                 part = request.part
             if part is None:
@@ -106,14 +111,16 @@ class GatewayService:
         return pb.AbortPartResponse(shards_dropped=await self._paths.commit.abort(encode.part_ref(request.part)))
 
     @streams
-    async def Wait(self, request: pb.WaitRequest, context: Context) -> AsyncIterator[pb.WaitResponse]:
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> AsyncGenerator[pb.WaitResponse, None]:
         """See gateway.proto."""
         self._check_run(request.run)
+        if not 0 <= request.timeout_s <= WAIT_S_MAX:  # no number is in no range
+            raise InvalidArgument(f"a time to wait is 0 to {WAIT_S_MAX} seconds", timeout_s=request.timeout_s)
         last: Progress | None = None
         try:
             async with (
                 asyncio.timeout(request.timeout_s or None),
-                aclosing(self._paths.wait.watch(request.run, request.step, request.level)) as watching,
+                aclosing(self._paths.wait.watch(request.run, request.step, request.level, request.session)) as watching,
             ):
                 async for last in watching:
                     yield pb.WaitResponse(
@@ -132,19 +139,22 @@ class GatewayService:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @streams
-    async def ReadShard(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
+    async def ReadShard(self, message: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """See gateway.proto."""
         try:
             request = pb.ReadShardRequest.FromString(message)
         except ValueError as error:
             raise InvalidArgument(f"not a ReadShardRequest: {error}") from error
+        self._check_run(request.run)
         length = request.length if request.HasField("length") else None
         pieces = self._paths.read.read(
             request.run, request.step, request.session, request.name, request.offset, length, request.source
         )
         async with aclosing(pieces):
             async for piece in pieces:
-                yield encode_read_chunk(piece.offset, piece.crc32c, piece.data)
+                message = encode_read_chunk(piece.offset, piece.crc32c, piece.data)
+                piece.release()  # the buffer serves others while the client takes its time
+                yield message
 
     @answers
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Checkpoint:
@@ -156,7 +166,7 @@ class GatewayService:
         """Complete or not; what is not known anywhere raises."""
         error: Exception | None = None
         try:
-            await self._paths.find.complete(run, step)
+            await self._paths.find.everywhere(run, step)
         except (Incomplete, Corrupt) as reason:
             error = reason
         with self._node.catalog.read() as txn:
@@ -167,7 +177,7 @@ class GatewayService:
         return found
 
     @streams
-    async def ListShards(self, request: pb.ListShardsRequest, context: Context) -> AsyncIterator[pb.ListShardsResponse]:
+    async def ListShards(self, request: pb.ListShardsRequest, context: Context) -> AsyncGenerator[pb.ListShardsResponse, None]:
         """See gateway.proto."""
         self._check_run(request.run)
         found = await self._view(request.run, request.step)
@@ -185,12 +195,14 @@ class GatewayService:
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         """See gateway.proto."""
         self._check_run(request.run)
-        await self._paths.find.steps(request.run)
         answer = pb.ListCheckpointsResponse()
-        with self._node.catalog.read() as txn:
-            for row in txn.checkpoints(request.run):
-                if (found := view(self._node, txn, row)) is not None:
-                    answer.checkpoints.append(encode.checkpoint(found))
+        for step in await self._paths.find.steps(request.run):
+            with self._node.catalog.read() as txn:  # one a checkpoint: a long run must not hold the event loop
+                row = txn.checkpoint(request.run, step)
+                found = None if row is None else view(self._node, txn, row)
+            if found is not None:
+                answer.checkpoints.append(encode.checkpoint(found))
+            await asyncio.sleep(0)
         if not answer.checkpoints:
             self._raise_unknown_run(request.run)
         return answer
@@ -256,14 +268,20 @@ class GatewayService:
 
 async def _next_frame(requests: AsyncIterator[Any], deadline_s: float) -> ChunkFrame | pb.PutHeader | pb.PutTrailer:
     """The stream's next message; raises when it ends, is malformed, or is silent for too long."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            message = await anext(requests)
-    except StopAsyncIteration:
-        raise InvalidArgument("the stream ended before its trailer; nothing of this shard was kept") from None
-    except TimeoutError:
-        raise DeadlineExceeded("the stream made no progress; nothing of this shard was kept", silent_s=deadline_s) from None
+    if (message := await _next_message(requests, deadline_s)) is None:
+        raise InvalidArgument("the stream ended before its trailer; nothing of this shard was kept")
     try:
         return decode_put_request(message)
     except FrameError as error:
         raise InvalidArgument(str(error)) from error
+
+
+async def _next_message(requests: AsyncIterator[Any], deadline_s: float) -> Any | None:
+    """The client's next message, None when it has no more; raises when it is silent for too long."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await anext(requests)
+    except StopAsyncIteration:
+        return None
+    except TimeoutError:
+        raise DeadlineExceeded("the stream made no progress; nothing unfinished was kept", silent_s=deadline_s) from None

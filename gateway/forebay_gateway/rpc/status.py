@@ -5,19 +5,22 @@ Owns the mapping. Every failed call carries the trailing metadata "forebay-error
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
 from forebay_gateway.core.errors import ForebayError, Incomplete
+from forebay_gateway.rpc.sending import Sending
 from forebay_wire.v1 import gateway_pb2 as pb
 
 log = logging.getLogger("forebay.rpc")
 
 DETAIL_KEY = "forebay-error-bin"
 MISSING_SHOWN_MAX = 100
+MESSAGE_CHARACTERS_MAX = 2000  # an error is sent as metadata, of which a client takes little; what it quotes may be long
 
 CODES: dict[str, grpc.StatusCode] = {
     "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
@@ -42,7 +45,10 @@ def detail_of(error: BaseException) -> pb.ErrorDetail:
     """What travels beside the gRPC status."""
     if not isinstance(error, ForebayError):
         return pb.ErrorDetail(kind="internal", message="internal error; the gateway's log has the cause")
-    detail = pb.ErrorDetail(kind=error.kind, message=str(error))
+    message = str(error)
+    if len(message) > MESSAGE_CHARACTERS_MAX:
+        message = f"{message[: MESSAGE_CHARACTERS_MAX - 3]}..."
+    detail = pb.ErrorDetail(kind=error.kind, message=message)
     if error.retry_after_s is not None:
         detail.retry_after_s = error.retry_after_s
     if isinstance(error, Incomplete):
@@ -77,17 +83,29 @@ def answers(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable
     return call
 
 
-def streams(method: Callable[..., AsyncIterator[Answer]]) -> Callable[..., AsyncIterator[Answer]]:
-    """A streaming method whose errors become statuses."""
+class Streaming(Protocol):
+    """A service with streams of answers."""
+
+    sending: Sending
+
+
+def streams(
+    method: Callable[..., AsyncGenerator[Answer, None]],
+) -> Callable[[Any, Any, Context], Awaitable[None]]:
+    """A streaming method whose errors become statuses. What it holds is let go of when its client does not read in time."""
 
     @functools.wraps(method)
-    async def call(self: object, request: object, context: Context) -> AsyncIterator[Answer]:
+    async def call(self: Streaming, request: object, context: Context) -> None:
+        stalled: list[int] = []
         try:
-            async for answer in method(self, request, context):
-                yield answer
+            async with aclosing(method(self, request, context)) as answers:
+                async for answer in answers:
+                    await self.sending.send(context, answer, stalled)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001  every error becomes a status
             await abort(context, error)
+        finally:
+            await self.sending.release(stalled)
 
     return call

@@ -12,7 +12,9 @@ from forebay_gateway.base.metrics import Rate
 from forebay_gateway.core.errors import (
     AlreadyExists,
     Corrupt,
+    DiskFull,
     ForebayError,
+    InvalidArgument,
     NotFound,
     PermissionDenied,
     Unavailable,
@@ -23,8 +25,9 @@ from forebay_gateway.tiers.base import Capabilities, StorageFull, Tier
 log = logging.getLogger("forebay.tiers")
 
 PROBE_PAUSE_S_MIN, PROBE_PAUSE_S_MAX = 0.5, 15.0
-# What a tier answers about one key or document; a tier that answers is there. (A probe that ends so has failed all the same.)
-OF_ONE_OBJECT = (AlreadyExists, Corrupt, NotFound, Unsupported)
+# What a tier answers about one key, document or request; a tier that answers is there. (A probe that ends so has failed all
+# the same.)
+OF_ONE_OBJECT = (AlreadyExists, Corrupt, InvalidArgument, NotFound, Unsupported)
 
 
 class TierState(StrEnum):
@@ -101,8 +104,8 @@ class MonitoredTier:
                 listener()
 
     def failed(self, error: BaseException) -> None:
-        """Something failed on it. Errors that belong to one object alone do not count against the tier."""
-        if not isinstance(error, OF_ONE_OBJECT):
+        """Something failed on it. Errors that belong to one object alone, or to this node's disk, do not count against it."""
+        if not isinstance(error, (*OF_ONE_OBJECT, DiskFull)):
             self._is_not_there(error)
 
     def _is_not_there(self, error: BaseException) -> None:

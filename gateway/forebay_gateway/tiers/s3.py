@@ -28,6 +28,7 @@ from forebay_gateway.tiers.s3_limit import AdaptiveLimit
 from forebay_gateway.tiers.s3_multipart import (
     Upload,
     abort,
+    check_echo,
     encode_crc,
     full_object_crc,
     part_size,
@@ -87,7 +88,9 @@ class S3Tier(Tier):
     async def _put_object(self, key: str, body: Body, crc: int, **condition: Any) -> dict[str, Any]:
         if self._proved(PUT_CHECKSUM):
             condition["ChecksumCRC32C"] = encode_crc(crc)
-        return await self.client.call("put_object", key, body_bytes=len(body), Body=body, **condition)
+        answer = await self.client.call("put_object", key, body_bytes=len(body), Body=body, **condition)
+        check_echo(self.name, key, condition.get("ChecksumCRC32C"), answer)
+        return answer
 
     async def verify(self, key: str, source: Source) -> ObjectInfo:
         info = await self.head(key)

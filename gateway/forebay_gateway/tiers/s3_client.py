@@ -17,7 +17,6 @@ from forebay_gateway.core.errors import AlreadyExists, ForebayError, InvalidArgu
 from forebay_gateway.tiers.keys import check_key
 from forebay_gateway.tiers.s3_errors import MISSING_BUCKET, code_of, translate
 
-_SLOWEST_BYTES_PER_S = 256 << 10
 # Beside the transfers: heads, documents, an abort.
 _SPARE_CONNECTIONS = 6
 
@@ -38,12 +37,13 @@ _MAY_MISS = frozenset({"head_object", "get_object", "delete_object"})
 
 @dataclass(frozen=True, slots=True)
 class S3Timeouts:
-    """Seconds. `call_s` bounds a whole call: what the store may think, beside its bytes at the slowest pace that still counts
-    as alive; `read_s` bounds the silence inside it."""
+    """`call_s` bounds a whole call: what the store may think, beside its bytes at the slowest pace that still counts as alive;
+    `read_s` bounds the silence inside it."""
 
     connect_s: float = 5.0
     read_s: float = 60.0
     call_s: float = 90.0
+    slowest_bytes_per_s: int = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +116,15 @@ class S3Client:
                 raise
             if isinstance(error, NotFound) and operation in _MAY_MISS:
                 raise
-            raise Unavailable(f"the object store gave no sensible answer: {error.sentence}", **error.details) from error.__cause__
+            raise Unavailable(
+                f"the object store gave no sensible answer: {error.sentence}", **error.details
+            ) from error.__cause__
         held = _HELD_BY_ANSWERS.get(operation)
         if held is not None and answer.get(held) in (None, ""):
             if operation == "get_object":
                 answer["Body"].close()
-            where = {"tier": self.tier, "key": key, "operation": operation}
-            raise Unavailable("the answer is not that of an object store", **where, lacks=held)
+            sentence = "the answer is not that of an object store"
+            raise Unavailable(sentence, tier=self.tier, key=key, operation=operation, lacks=held)
         return answer
 
     async def attempt(self, operation: str, key: str = "", *, body_bytes: int = 0, **parameters: Any) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class S3Client:
             parameters["Key"] = self.object_key(key)
         try:
             client = self._client or await self._open()
-            async with asyncio.timeout(self.settings.timeouts.call_s + body_bytes / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(self.settings.timeouts.call_s + body_bytes / self.settings.timeouts.slowest_bytes_per_s):
                 answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.settings.bucket, **parameters)
         except Exception as error:
             raise await self._settled(translate(error, self.tier, key, operation, self.clock.wall()), error, key) from error
@@ -165,7 +167,7 @@ class S3Client:
         """The whole body of a GetObject answer, at most `limit_bytes`; the connection is free again in any case."""
         body = answer["Body"]
         try:
-            async with asyncio.timeout(self.settings.timeouts.call_s + limit_bytes / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(self.settings.timeouts.call_s + limit_bytes / self.settings.timeouts.slowest_bytes_per_s):
                 data: bytes = await body.read()
             return data
         except Exception as error:

@@ -60,6 +60,13 @@ def full_object_crc(answer: dict[str, Any]) -> int | None:
     return int.from_bytes(raw, "big") if len(raw) == 4 else None
 
 
+def check_echo(tier: str, key: str, sent: str | None, answer: dict[str, Any]) -> None:
+    """Raise Corrupt where the store says that it received bytes of another checksum than the one sent with them."""
+    received = answer.get("ChecksumCRC32C")
+    if sent is not None and received not in (None, "", sent):
+        raise Corrupt("the object store received other bytes than were sent", tier=tier, key=key, sent=sent, received=received)
+
+
 @dataclass(slots=True)
 class Upload:
     """One multipart upload. `full_crc`: the store takes and keeps a CRC32C of the full object (its probe proved it)."""
@@ -134,6 +141,7 @@ class Upload:
         answer = await self.client.call(
             "upload_part", self.key, body_bytes=len(body), UploadId=self.id, PartNumber=number, Body=body, **checksum
         )
+        check_echo(self.client.tier, self.key, checksum.get("ChecksumCRC32C"), answer)
         self.parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **checksum}
 
     async def _complete(self) -> str:

@@ -455,12 +455,15 @@ class WaitRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
     level: _builtins.str
     """"cache", "peer", a tier's name, or "all" """
     timeout_s: _builtins.float
     """0: as long as the call's own deadline"""
+    session: _builtins.str
+    """"" takes the newest known to this gateway"""
     def __init__(
         self,
         *,
@@ -468,10 +471,11 @@ class WaitRequest(_message.Message):
         step: _builtins.int = ...,
         level: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "run", b"run", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "run", b"run", "session", b"session", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

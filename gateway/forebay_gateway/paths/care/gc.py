@@ -24,9 +24,9 @@ from forebay_gateway.core.layout import (
 from forebay_gateway.core.records import PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.care.finding import Finding, Severity
-from forebay_gateway.paths.find import sessions_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.base import Leftover
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError

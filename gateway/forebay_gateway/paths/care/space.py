@@ -9,9 +9,10 @@ from forebay_gateway.core.errors import InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.states import ShardState
 from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
-from forebay_gateway.paths.find import Finder, sessions_of
+from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
+from forebay_gateway.paths.wholeness import sessions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,60 @@
+"""Is a session whole: who has committed, who is missing, in this node's cache or anywhere.
+
+Owns these questions, asked of the catalog alone. Does not own what is done about the answers.
+"""
+
+from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.core.errors import MissingPart
+from forebay_gateway.core.records import CheckpointRow, Origin, PartState, PublishState, SessionRow
+
+MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
+
+
+def complete_at_cache(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every writer's part is durable in some node's cache, as far as this node knows."""
+    here = {part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED}
+    return len(here | set(session.known_parts)) >= session.writers
+
+
+def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every shard of every writer has landed and verified somewhere: in this node's cache, or on a tier."""
+    if any(state is PublishState.COMPLETE for state in session.publish.values()):
+        return True
+    if session.origin is Origin.TIER or session.reason:
+        return False
+    parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+    return len(parts) >= session.writers and complete_at_cache(txn, session)
+
+
+def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    """Whether every shard of every writer has a row for its copy on the tier."""
+    parts = txn.parts(session.id)
+    return len(parts) >= session.writers and all(
+        txn.part_progress(session.id, part.writer, tier)[1] >= part.shard_count for part in parts
+    )
+
+
+def sessions_of(txn: ReadTxn, row: CheckpointRow) -> list[SessionRow]:
+    """A checkpoint's sessions, in the order in which they were opened here."""
+    return [session for number in row.session_ids if (session := txn.session(number)) is not None]
+
+
+def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:
+    """The writers that this node has not heard a commit of; of very many, the first."""
+    states = {part.writer: part.state for part in txn.parts(session.id)}
+    missing = []
+    for writer in range(session.writers):
+        state = states.get(writer)
+        if state is PartState.COMMITTED or (state is None and writer in session.known_parts):
+            continue
+        missing.append(MissingPart(writer, (), "absent" if state is None else "open"))
+        if len(missing) == MISSING_NAMED_MAX:
+            break
+    return tuple(missing)
+
+
+def describe_missing(missing: tuple[MissingPart, ...]) -> str:
+    """One clause for people."""
+    shown = ", ".join(f"{part.writer} ({part.state})" for part in missing[:16])
+    more = f" and {len(missing) - 16} {'or ' * (len(missing) == MISSING_NAMED_MAX)}more" if len(missing) > 16 else ""
+    return f"incomplete: no commit from writer{'s' if len(missing) > 1 else ''} {shown}{more}"

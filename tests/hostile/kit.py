@@ -1,0 +1,86 @@
+"""What hostile clients share: raw asynchronous calls, the gateway's memory, and where figures go.
+
+FOREBAY_SOAK=1 runs the full numbers; FOREBAY_RESULTS names a folder that gets one JSON document for each test that counts.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+
+from forebay.connection import CHANNEL_OPTIONS
+from forebay.demo.gateways import GatewayProcess
+
+SOAK = os.environ.get("FOREBAY_SOAK") == "1"
+MIB = 1 << 20
+
+
+def full(number: int) -> int:
+    """The full number in a soak, a tenth of it otherwise."""
+    return number if SOAK else number // 10
+
+
+def report(name: str, **figures: Any) -> None:
+    """Print the figures, and keep them where they are collected."""
+    print(f"{name}: {json.dumps(figures, sort_keys=True)}")
+    if folder := os.environ.get("FOREBAY_RESULTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{name}.json").write_text(json.dumps({"soak": SOAK, **figures}, sort_keys=True, indent=2) + "\n")
+
+
+class Wire:
+    """One connection for asynchronous calls with raw messages."""
+
+    def __init__(self, gateway: GatewayProcess, *options: tuple[str, int]) -> None:
+        self.channel = grpc.aio.insecure_channel(f"unix:{gateway.socket}", options=[*CHANNEL_OPTIONS, *options])
+        self.put: Any = self.channel.stream_stream("/forebay.v1.Gateway/PutShard")
+        self.put_many: Any = self.channel.stream_stream("/forebay.v1.Gateway/PutMany")
+        self.read: Any = self.channel.unary_stream("/forebay.v1.Gateway/ReadShard")
+
+    def stream(self, method: str) -> Any:
+        """A method with one request and a stream of answers, as bytes."""
+        return self.channel.unary_stream(f"/forebay.v1.Gateway/{method}")
+
+    def unary(self, method: str) -> Any:
+        """A method with one request and one answer, as bytes."""
+        return self.channel.unary_unary(f"/forebay.v1.Gateway/{method}")
+
+
+@asynccontextmanager
+async def wire(gateway: GatewayProcess, *options: tuple[str, int]) -> AsyncIterator[Wire]:
+    """A connection of its own, ended with the block."""
+    made = Wire(gateway, *options)
+    try:
+        yield made
+    finally:
+        await made.channel.close()
+
+
+async def at_once(count: int, width: int, act: Callable[[int], Awaitable[object]]) -> None:
+    """`act` for each number below `count`, `width` at a time; the first error is raised."""
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            await act(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(width):
+            group.create_task(work())
+
+
+def rss(gateway: GatewayProcess) -> int:
+    """Resident bytes of the gateway's process."""
+    return int(psutil.Process(gateway.pid).memory_info().rss)
+
+
+def loop_lag_ms(gateway: GatewayProcess) -> float:
+    """The event loop's lag, 99 of 100, of the last minute."""
+    return round(1000 * float(gateway.status()["loop_lag_p99_s"]), 1)

@@ -1,0 +1,180 @@
+"""A catalog that is lost, cut off or flipped: said at start, and made anew from the cache's files and the tiers; or refused."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.demo.gateways import GatewayProcess
+from integration.conftest import MakeGateway
+from integration.kit import SMALL_CHUNKS, Job, assert_clear_line, assert_refused, cache_files, eventually, flip_byte
+
+NAME = "rank0/model.bin"
+
+
+def data_file(gateway: GatewayProcess) -> Path:
+    return gateway.cache / "catalog" / "data.mdb"
+
+
+def cut_off(gateway: GatewayProcess) -> None:
+    os.truncate(data_file(gateway), 3 * 4096)
+
+
+def emptied(gateway: GatewayProcess) -> None:
+    os.truncate(data_file(gateway), 0)
+
+
+def deleted(gateway: GatewayProcess) -> None:
+    data_file(gateway).unlink()
+
+
+def all_deleted(gateway: GatewayProcess) -> None:
+    shutil.rmtree(gateway.cache / "catalog")
+
+
+def flipped_meta(gateway: GatewayProcess) -> None:
+    flip_byte(data_file(gateway), 4096 + 16)
+    flip_byte(data_file(gateway), 16)
+
+
+def flipped_rows(gateway: GatewayProcess) -> None:
+    """A bit in every copy of a shard's row that the file holds: its array's length."""
+    data = data_file(gateway).read_bytes()
+    at = data.find(NAME.encode())
+    assert at > 0
+    while at > 0:
+        flip_byte(data_file(gateway), data.rfind(b"\x99", 0, at))  # msgpack's array of nine
+        at = data.find(NAME.encode(), at + 1)
+
+
+DAMAGES: list[Callable[[GatewayProcess], None]] = [cut_off, emptied, deleted, all_deleted, flipped_meta, flipped_rows]
+
+
+@pytest.fixture
+def gateway(make: MakeGateway, job: Job) -> GatewayProcess:
+    """Down, with a checkpoint in its cache and on its tier, and a part that waits for another writer."""
+    job.writers = 1
+    made = make()
+    made.start()
+    job.save(made, 0)
+    job.wait(made)
+    half_of(job).save(made, 0)
+    made.terminate()
+    return made
+
+
+def half_of(job: Job) -> Job:
+    return Job(run=job.run, step=8, writers=2)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_rebuilt_by_itself(
+    gateway: GatewayProcess, job: Job, damage: Callable[[GatewayProcess], None], tmp_path: Path
+) -> None:
+    files = cache_files(gateway)
+    damage(gateway)
+    gateway.start()
+    job.wait(gateway)
+    assert cache_files(gateway) == files
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+    (alarm,) = [alarm for alarm in gateway.status()["alarms"] if "rebuilt" in alarm["what"]]
+    assert_clear_line(alarm["what"])
+    aside = sorted(path.name for path in gateway.cache.glob("catalog.damaged-*"))
+    assert aside == ([] if damage is all_deleted else ["catalog.damaged-1"])
+    half = half_of(job)
+    half.save(gateway, 1)  # the other writer comes: what was committed before still counts
+    half.wait(gateway)
+    half.assert_restores(gateway, tmp_path / "half")
+    assert gateway.cli("fsck", "--deep").returncode == 0
+    gateway.terminate()
+    gateway.start()
+    assert not [alarm for alarm in gateway.status()["alarms"] if "rebuilt" in alarm["what"]]
+
+
+@pytest.mark.parametrize("damage", [cut_off, all_deleted, flipped_rows])
+def test_it_is_asked_for(
+    make: MakeGateway, gateway: GatewayProcess, job: Job, damage: Callable[[GatewayProcess], None], tmp_path: Path
+) -> None:
+    gateway = make(cache_keys=f'{SMALL_CHUNKS}\nrebuild = "ask"')
+    damage(gateway)
+    gateway.start(ready=False)
+    assert gateway.wait_exit() == 1
+    refusal = gateway.tail().strip().splitlines()[-1]
+    command = f"forebay rebuild --config {gateway.config} --apply"
+    assert command in refusal, refusal
+    assert_clear_line(refusal)
+    found = offline_fsck(gateway)
+    assert [entry["kind"] for entry in found] == ["catalog_damaged"]
+    dry = json.loads(gateway.cli("rebuild", "--config", str(gateway.config), "--json").stdout)
+    assert (dry["applied"], bool(dry["damage"]), dry["sealed_files"], dry["part_files"]) == (False, True, 8, 2)
+    gateway.start(ready=False)
+    assert gateway.wait_exit() == 1  # a dry run did nothing
+    done = json.loads(gateway.cli(*command.split()[1:], "--json").stdout)
+    assert (done["applied"], done["checkpoints"], done["from_tiers"]) == (True, 2, 1)
+    gateway.start()
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+    assert [alarm for alarm in gateway.status()["alarms"] if "writer" not in alarm["what"]] == []
+
+
+def offline_fsck(gateway: GatewayProcess, *arguments: str) -> Any:
+    result = gateway.cli("fsck", "--offline", "--config", str(gateway.config), "--json", *arguments, check=False)
+    found = json.loads(result.stdout)
+    assert result.returncode == (4 if any(entry["severity"] == "error" for entry in found) else 0)
+    return found
+
+
+def test_offline_fsck_sees_what_a_start_would_mend(gateway: GatewayProcess, job: Job) -> None:
+    assert offline_fsck(gateway, "--deep") == []
+    stray = gateway.cache / "incoming" / f"{1 << 40:016x}.tmp"
+    stray.write_bytes(b"half a shard")
+    (gateway.cache / "notes.txt").write_text("not ours")
+    large = max(cache_files(gateway), key=lambda path: path.stat().st_size)
+    flip_byte(large, 70_000)
+    stranger = large.with_name(f"{1 << 41:016x}.shard")
+    shutil.copy(large, stranger)
+    part = next(gateway.cache.glob("data/*/part-0-*.json"))
+    kept = part.read_bytes()
+    flip_byte(part, 40)
+    found = {entry["kind"]: entry for entry in offline_fsck(gateway, "--deep")}
+    assert set(found) == {"incoming_file", "foreign_file", "file_damaged", "file_unknown", "part_file"}
+    assert found["foreign_file"]["path"] == "notes.txt"
+    assert stray.exists() and stranger.exists()  # it reports, and changes nothing
+    part.write_bytes(kept)
+
+
+def test_a_cache_of_a_newer_format_is_left_alone(gateway: GatewayProcess) -> None:
+    (gateway.cache / "FORMAT").write_text("forebay-cache 2\n")
+    for command in (["fsck", "--offline"], ["rebuild"], ["rebuild", "--apply", "--force"]):
+        result = gateway.cli(*command, "--config", str(gateway.config), check=False)
+        assert_refused(result, 1, "another release", "format=2")
+    assert not list(gateway.cache.glob("catalog.damaged-*"))
+
+
+def test_a_sound_catalog_is_not_rebuilt_without_force(gateway: GatewayProcess, job: Job, tmp_path: Path) -> None:
+    config = ("--config", str(gateway.config))
+    assert_refused(gateway.cli("rebuild", *config, "--apply", check=False), 2, "can be used", "--force")
+    assert "can be used" in gateway.cli("rebuild", *config).stdout
+    gateway.cli("rebuild", *config, "--apply", "--force")
+    assert (gateway.cache / "catalog.damaged-1" / "data.mdb").exists()
+    gateway.start()
+    job.wait(gateway)
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+
+
+def test_a_rebuild_finds_what_the_cache_no_longer_has(gateway: GatewayProcess, job: Job, tmp_path: Path) -> None:
+    """Cache and catalog are lost; the tier's manifests are enough."""
+    shutil.rmtree(gateway.cache / "data")
+    shutil.rmtree(gateway.cache / "catalog")
+    (gateway.cache / "data").mkdir()
+    done = json.loads(gateway.cli("rebuild", "--config", str(gateway.config), "--apply", "--force", "--json").stdout)
+    assert (done["sealed_files"], done["from_tiers"]) == (0, 1)
+    gateway.start()
+    with forebay.Client(gateway.address) as client:
+        assert client.latest(job.run) == job.step
+    job.assert_restores(gateway, tmp_path / "restored")
+    eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode == 0)

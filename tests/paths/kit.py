@@ -1,0 +1,47 @@
+"""A gateway in this process, on a real disk with real movers, whose parts a test can reach."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import forebay
+from forebay_gateway.build import Gateway
+from forebay_gateway.core.config import load_config
+
+
+def tier(path: Path, name: str = "pfs") -> str:
+    """A [[tier]] of a directory."""
+    return f'[[tier]]\nname = "{name}"\nkind = "posix"\npath = {json.dumps(str(path))}\n'
+
+
+@contextlib.asynccontextmanager
+async def serving(directory: Path, *tiers: str, node: str = "a", node_keys: str = "") -> AsyncIterator[Gateway]:
+    """Started, running, and ended in order; what its workers raise is raised here."""
+    text = (
+        f'[node]\nid = "{node}"\nlisten = ["unix://{directory}/{node}.sock"]\n{node_keys}\n'
+        f'[cache]\npath = "{directory}/cache-{node}"\ncapacity = "256MiB"\nchunk_size = "64KiB"\ncatalog_reserve = "64MiB"\n'
+        + "".join(tiers)
+    )
+    gateway = await Gateway.start(load_config(text, {}, "test", uid=0, hostname="test"), "test")
+    running = asyncio.create_task(gateway.run())
+    try:
+        yield gateway
+    finally:
+        await gateway.stop(1.0)
+        await running
+
+
+@contextlib.asynccontextmanager
+async def client_of(gateway: Gateway) -> AsyncIterator[forebay.AsyncClient]:
+    """A client of it."""
+    async with forebay.AsyncClient(gateway.node.config.node.listen[0], retry_timeout=5.0, progress=False) as client:
+        yield client
+
+
+async def until(look: Callable[[], object], within_s: float = 30.0) -> None:
+    """Until `look` gives something true."""
+    async with asyncio.timeout(within_s):
+        while not look():
+            await asyncio.sleep(0.02)
