@@ -148,6 +148,10 @@ class AsyncClient:
         """As Client.release."""
         return await self._threads.run(self._client.release, tier)
 
+    async def config(self) -> str:
+        """As Client.config."""
+        return await self._threads.run(self._client.config)
+
 
 class AsyncCheckpointWriter:
     """CheckpointWriter with await."""

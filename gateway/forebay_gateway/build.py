@@ -52,6 +52,7 @@ from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
 from forebay_gateway.rpc.care_service import Care, CareService
 from forebay_gateway.rpc.gateway_service import GatewayService, Paths
+from forebay_gateway.rpc.status import parser
 from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -343,7 +344,7 @@ def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
         make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
         made[method.name] = make(
             getattr(servicer, method.name),
-            request_deserializer=None if raw else request.FromString,
+            request_deserializer=None if raw else parser(request),
             response_serializer=None if raw else response.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, made)

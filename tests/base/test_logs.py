@@ -45,6 +45,12 @@ def test_a_name_from_a_client_cannot_forge_a_line(root: logging.Logger) -> None:
     assert "\r" not in stream.getvalue()
 
 
+def test_no_control_sequence_reaches_a_terminal(root: logging.Logger) -> None:
+    log, stream = written("text", root)
+    log.info("server said %s and naïve 名前", "\x1b[2J\x07\u2028\u202e")
+    assert stream.getvalue().endswith("server said \\x1b[2J\\x07\\u2028\\u202e and naïve 名前\n")
+
+
 def test_text_traceback(root: logging.Logger) -> None:
     log, stream = written("text", root)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from forebay_gateway.base.clock import FakeClock
-from forebay_gateway.base.tasks import Crew, Worker
+from forebay_gateway.base.tasks import Crew, Worker, uncut
 
 if TYPE_CHECKING:
     from conftest import ExpectedLogs
@@ -16,6 +16,31 @@ if TYPE_CHECKING:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def test_an_uncut_act_goes_on_when_its_caller_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    gate, ended = asyncio.Event(), []
+
+    async def act(fails: bool) -> int:
+        await gate.wait()
+        if fails:
+            raise OSError("nobody is there to hear it")
+        ended.append(1)
+        return 7
+
+    callers = [asyncio.create_task(uncut(act(fails))) for fails in (False, True)]
+    await settle()
+    for caller in callers:
+        caller.cancel()
+    assert [type(each) for each in await asyncio.gather(*callers, return_exceptions=True)] == [asyncio.CancelledError] * 2
+    gate.set()
+    with caplog.at_level("INFO", "forebay.tasks"):
+        await settle()
+    assert ended == [1]
+    assert "nobody is there to hear it" in caplog.text
+    assert await uncut(act(False)) == 7
+    with pytest.raises(OSError, match="nobody"):
+        await uncut(act(True))
 
 
 class Steps:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,9 @@ def test_config(tmp_path: Path) -> None:
     assert refused.returncode == 1 and "capacity" in refused.stderr and refused.stderr.count("\n") == 1
     shown = _process(["config", "show", str(good)])
     assert 'capacity = "3GiB"' in shown.stdout
+    as_json = json.loads(_process(["config", "show", str(good), "--json"]).stdout)
+    assert as_json == tomllib.loads(shown.stdout)
+    assert json.loads(_process(["config", "check", str(good), "--json"]).stdout) == {"source": str(good), "good": True}
     again = tmp_path / "again.toml"
     again.write_text(shown.stdout)
     assert _process(["config", "show", str(again)]).stdout == shown.stdout

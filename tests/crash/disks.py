@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from crash.kit import NODE, Trainer, until
+from crash.kit import NODE, RUN, Trainer, until
 from forebay.demo.gateways import GatewayProcess, posix_tier
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)
@@ -185,12 +185,11 @@ class Filler:
 
 
 class DiskBench(Trainer):
-    """A gateway with its cache on a disk of its own; its tier, a directory, lies elsewhere unless `tier` says so."""
+    """A gateway with its cache on `disk`; its tier, a directory, lies elsewhere unless `tier` says so."""
 
     def __init__(
-        self, directory: Path, disk: Mounted, *, tier: Path | None = None, capacity: str = "64MiB", cache_keys: str = ""
+        self, directory: Path, disk: Path, *, tier: Path | None = None, capacity: str = "64MiB", cache_keys: str = ""
     ) -> None:
-        self.disk = disk
         self.pfs = tier or directory / "pfs"
         self.pfs.mkdir(exist_ok=True)
         gateway = GatewayProcess(
@@ -199,9 +198,20 @@ class DiskBench(Trainer):
             [posix_tier(self.pfs)],
             capacity=capacity,
             cache_keys=f'chunk_size = "1MiB"\ncatalog_reserve = "1MiB"\n{cache_keys}',
-            cache=disk.path / "cache",
+            cache=disk / "cache",
         )
         super().__init__(gateway, ("pfs",))
+
+    def check_settled(self, steps: Iterable[int]) -> None:
+        """Drained, bit-exact at both levels; then an ordered end, and nothing on the disk that the catalog does not know."""
+        with self.client() as client:
+            for step in sorted(steps):
+                client.wait(RUN, step, "pfs", timeout=60)
+                for source in ("pfs", "auto"):
+                    self.compare(client, step, source)
+            self.check_queue_empty(client)
+        assert self.gateway.terminate() == 0
+        self.check_disk()
 
     def kill(self) -> None:
         """SIGKILL, and wait until its movers have gone as well: they have files open."""
@@ -268,7 +278,8 @@ class Faults:
 
     @property
     def injected(self) -> int:
-        return sum("(INJECTED)" in line for line in self.seen)
+        """How many calls failed by the test's will; also while the block runs."""
+        return self._output.read_text(errors="replace").count("(INJECTED)")
 
     def check_no_second_fsync(self) -> int:
         """After an fsync that failed no other on that file; how many failed. Directories have no pages to lose."""

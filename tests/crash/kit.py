@@ -71,8 +71,8 @@ class Trainer:
     def cache(self) -> Path:
         return self.gateway.cache
 
-    def client(self, *, retry_s: float = 60.0) -> Client:
-        return Client(self.gateway.address, admit_timeout=60.0, retry_timeout=retry_s, progress=False)
+    def client(self, *, retry_s: float = 60.0, admit_s: float = 60.0) -> Client:
+        return Client(self.gateway.address, admit_timeout=admit_s, retry_timeout=retry_s, progress=False)
 
     # -- the job -------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ DISK_BYTES = 320 * MIB  # the least that xfs takes
 VARIANTS = {
     "ext4-tier-elsewhere": ("ext4", False, "auto"),
     "ext4-tier-on-the-same-disk-buffered": ("ext4", True, "off"),
-    "xfs-tier-elsewhere-buffered": ("xfs", False, "off"),
     "xfs-tier-on-the-same-disk": ("xfs", True, "auto"),
 }
+if os.environ.get("FOREBAY_SOAK") == "1":
+    VARIANTS["xfs-tier-elsewhere-buffered"] = ("xfs", False, "off")
 
 
 @pytest.fixture
@@ -36,23 +37,21 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def bench_on(stack: ExitStack, directory: Path, kind: str, same_disk: bool, direct_io: str, soft: float) -> DiskBench:
-    disk = LoopDisk(directory, kind, DISK_BYTES)
+def bench_on(stack: ExitStack, directory: Path, disk: LoopDisk, same_disk: bool, direct_io: str, soft: float) -> DiskBench:
     stack.callback(disk.close)
     tier = disk.path / "pfs" if same_disk else None
-    bench = DiskBench(directory, disk, tier=tier, cache_keys=f'soft = {soft}\ndirect_io = "{direct_io}"')
+    bench = DiskBench(directory, disk.path, tier=tier, cache_keys=f'soft = {soft}\ndirect_io = "{direct_io}"')
     stack.callback(bench.gateway.close)
     return bench
 
 
-def cut_power(bench: DiskBench, rng: random.Random) -> None:
+def cut_power(bench: DiskBench, disk: LoopDisk, rng: random.Random) -> None:
     """The gateway goes on for a moment on a dead disk: nothing that it says then may be an acknowledgement."""
-    assert isinstance(bench.disk, LoopDisk)
-    bench.disk.lose_power()
+    disk.lose_power()
     time.sleep(rng.uniform(0.0, 0.3))
     bench.kill()
-    bench.disk.unmount()
-    bench.disk.mount()
+    disk.unmount()
+    disk.mount()
 
 
 def check_promises(bench: DiskBench) -> int:
@@ -77,25 +76,20 @@ def test_power_loss_under_load(tmp_path: Path, stack: ExitStack, variant: str) -
     seed = int(os.environ.get("FOREBAY_CRASH_SEED", str(random.SystemRandom().randrange(1 << 32))))
     print(f"FOREBAY_CRASH_SEED={seed} FOREBAY_CRASH_ROUNDS={ROUNDS}")
     rng = random.Random(seed)
-    bench = bench_on(stack, tmp_path, *VARIANTS[variant], soft=0.2)
+    kind, same_disk, direct_io = VARIANTS[variant]
+    disk = LoopDisk(tmp_path, kind, DISK_BYTES)
+    bench = bench_on(stack, tmp_path, disk, same_disk, direct_io, soft=0.2)
     bench.gateway.start()
     load = Load(bench, rng)
     compared = 0
     for _ in range(ROUNDS):
         time.sleep(rng.uniform(0.2, 3.0))
-        cut_power(bench, rng)
+        cut_power(bench, disk, rng)
         load.check_alive()
         bench.gateway.start()
         compared += check_promises(bench)
     steps = load.finish()
-    with bench.client() as client:
-        for step in sorted(steps):
-            client.wait(RUN, step, "pfs", timeout=60)
-            for source in ("pfs", "auto"):
-                bench.compare(client, step, source)
-        bench.check_queue_empty(client)
-    assert bench.gateway.terminate() == 0
-    bench.check_disk()
+    bench.check_settled(steps)
     acknowledged = len(bench.log.acknowledged)
     report(f"power-loss-{variant}", rounds=ROUNDS, acknowledged=acknowledged, compared=compared, lost=0, seed=seed)
 
@@ -107,7 +101,8 @@ def test_power_loss_under_load(tmp_path: Path, stack: ExitStack, variant: str) -
 )
 def test_without_syncs_the_loss_is_seen(tmp_path: Path, stack: ExitStack, dropped: tuple[str, ...], direct_io: str) -> None:
     """The tests above can fail: a gateway whose syncs do nothing loses what it acknowledged."""
-    bench = bench_on(stack, tmp_path, "ext4", False, direct_io, soft=0.5)
+    disk = LoopDisk(tmp_path, "ext4", DISK_BYTES)
+    bench = bench_on(stack, tmp_path, disk, False, direct_io, soft=0.5)
     sizes = {"large": LARGE, "middle": MIDDLE, "small": SMALL}
     bench.gateway.start()
     with bench.client() as client:
@@ -119,7 +114,7 @@ def test_without_syncs_the_loss_is_seen(tmp_path: Path, stack: ExitStack, droppe
     bench.gateway.start()
     with bench.client() as client:
         bench.save(client, 2, sizes)
-    cut_power(bench, random.Random(0))
+    cut_power(bench, disk, random.Random(0))
     bench.gateway.environment = {}
     bench.gateway.start()
     with bench.client(retry_s=0.0) as client:

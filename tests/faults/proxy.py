@@ -88,7 +88,6 @@ class FaultyProxy:
         self.calls: list[str] = []
         self.hashes: list[str] = []
         self.endpoint = ""
-        self._transports: set[asyncio.Transport] = set()
         self._released = asyncio.Event()
         self._site: web.TCPSite | None = None
         self._reopening: asyncio.Task[None] | None = None
@@ -124,11 +123,7 @@ class FaultyProxy:
         self.hashes.append(request.headers.get("x-amz-content-sha256", ""))
         transport = request.transport
         assert isinstance(transport, asyncio.Transport)
-        self._transports.add(transport)
-        try:
-            return await self._answer(request, transport)
-        finally:
-            self._transports.discard(transport)
+        return await self._answer(request, transport)
 
     async def _answer(self, request: web.Request, transport: asyncio.Transport) -> web.StreamResponse:
         fault = self._fault(request)

@@ -7,8 +7,9 @@ import pytest
 import forebay
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 from forebay.demo.seaweedfs import SeaweedFS
+from hostile.kit import Left
 from integration.conftest import assert_clean_log
-from integration.kit import SMALL_CHUNKS, Leftovers, Raw, some_bytes
+from integration.kit import SMALL_CHUNKS, Raw, some_bytes
 
 SAVED = {f"shard-{number}.bin": some_bytes((1 << 20) + number, ("hostile", number)) for number in range(4)}
 
@@ -51,8 +52,8 @@ def raw(gateway: GatewayProcess) -> Iterator[Raw]:
 
 
 @pytest.fixture
-def left(gateway: GatewayProcess) -> Iterator[Leftovers]:
+def left(gateway: GatewayProcess) -> Iterator[Left]:
     """What the gateway held when the test began."""
-    found = Leftovers(gateway)
+    found = Left(gateway)
     yield found
     found.close()

@@ -4,8 +4,10 @@ FOREBAY_SOAK=1 runs the full numbers; FOREBAY_RESULTS names a folder that gets o
 """
 
 import asyncio
+import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ import psutil
 
 from forebay.connection import CHANNEL_OPTIONS
 from forebay.demo.gateways import GatewayProcess
+from integration.kit import Leftovers
 
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 MIB = 1 << 20
@@ -39,7 +42,9 @@ class Wire:
     """One connection for asynchronous calls with raw messages."""
 
     def __init__(self, gateway: GatewayProcess, *options: tuple[str, int]) -> None:
-        self.channel = grpc.aio.insecure_channel(f"unix:{gateway.socket}", options=[*CHANNEL_OPTIONS, *options])
+        together = [*CHANNEL_OPTIONS, *options]
+        self.channel = grpc.aio.insecure_channel(f"unix:{gateway.socket}", options=together)
+        self.plain = grpc.insecure_channel(f"unix:{gateway.socket}", options=together)
         self.put: Any = self.channel.stream_stream("/forebay.v1.Gateway/PutShard")
         self.put_many: Any = self.channel.stream_stream("/forebay.v1.Gateway/PutMany")
         self.read: Any = self.channel.unary_stream("/forebay.v1.Gateway/ReadShard")
@@ -61,6 +66,7 @@ async def wire(gateway: GatewayProcess, *options: tuple[str, int]) -> AsyncItera
         yield made
     finally:
         await made.channel.close()
+        made.plain.close()
 
 
 async def at_once(count: int, width: int, act: Callable[[int], Awaitable[object]]) -> None:
@@ -74,6 +80,28 @@ async def at_once(count: int, width: int, act: Callable[[int], Awaitable[object]
     async with asyncio.TaskGroup() as group:
         for _ in range(width):
             group.create_task(work())
+
+
+class Left(Leftovers):
+    """Leftovers, of which descriptors count by what they are. Connections do not: those of clients last as long as the client's
+    channel, those to an S3 server come and go (test_cancelled looks at them)."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        super().__init__(gateway)
+        self._open = self._kinds()
+
+    def _kinds(self) -> Counter[str]:
+        kinds: Counter[str] = Counter()
+        for entry in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                target = str(entry.readlink())
+                if not target.startswith("socket:"):
+                    kinds["pipe" if target.startswith("pipe:") else target] += 1
+        return kinds
+
+    def found(self) -> list[str]:
+        left = [each for each in super().found() if "descriptors" not in each]
+        return left + [f"{count} more {kind}" for kind, count in (self._kinds() - self._open).items()]
 
 
 def rss(gateway: GatewayProcess) -> int:

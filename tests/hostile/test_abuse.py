@@ -13,31 +13,28 @@ import pytest
 import forebay
 from forebay.demo.gateways import GatewayProcess
 from forebay.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, from_rpc
+from forebay.types import Status
 from forebay_wire import frames
 from forebay_wire.checksums import crc32c
 from forebay_wire.v1 import gateway_pb2 as pb
 from hostile.conftest import SAVED
-from hostile.kit import MIB, SOAK, Wire, at_once, full, loop_lag_ms, report, rss, wire
-from integration.kit import CHUNK, Leftovers, Raw, assert_clear, chunks_of, header, part_ref, some_bytes
+from hostile.kit import MIB, SOAK, Left, Wire, at_once, full, loop_lag_ms, report, rss, wire
+from integration.kit import CHUNK, Raw, assert_clear, chunks_of, header, part_ref, some_bytes
 
 DATA = some_bytes(2 * CHUNK, "abuse")
 
 
-async def outcome(call: object, *messages: bytes, within_s: float = 60.0) -> ForebayError | list[bytes]:
-    """All answers of a stream, or the typed error."""
-    answers: list[bytes] = []
-    stream: grpc.aio.StreamStreamCall[bytes, bytes] = call  # type: ignore[assignment]
-    try:
-        async with asyncio.timeout(within_s):
-            with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended
-                for message in messages:
-                    await stream.write(message)
-                await stream.done_writing()
-            while (answer := await stream.read()) is not grpc.aio.EOF:
-                answers.append(answer)
-    except grpc.RpcError as error:
-        return from_rpc(error, "call")
-    return answers
+async def outcome(line: Wire, method: str, *messages: bytes, within_s: float = 60.0) -> ForebayError | list[bytes]:
+    """All answers of a stream, or the typed error. On a thread: gRPC's asynchronous calls lose the status when a write fails."""
+    call = line.plain.stream_stream(f"/forebay.v1.Gateway/{method}")
+
+    def act() -> ForebayError | list[bytes]:
+        try:
+            return list(call(iter(messages), timeout=within_s))
+        except grpc.RpcError as error:
+            return from_rpc(error, "call")
+
+    return await asyncio.to_thread(act)
 
 
 def many(part: pb.PartRef | None, shards: dict[str, bytes], *more: pb.SmallShard) -> bytes:
@@ -49,7 +46,7 @@ def many(part: pb.PartRef | None, shards: dict[str, bytes], *more: pb.SmallShard
 # -- PutMany -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_put_many_abuse(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_put_many_abuse(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     part = part_ref("abuse-many")
     twice = pb.SmallShard(name="name-99999", crc32c=0, data=b"")
     crowd = {f"name-{number}": b"" for number in range(100_000)}
@@ -64,26 +61,25 @@ async def test_put_many_abuse(gateway: GatewayProcess, raw: Raw, left: Leftovers
         ([many(part, {"a": b"1"}, pb.SmallShard(name="b", crc32c=1, data=b"2"))], Corrupt),
         ([many(part, {"../a": b"1"})], InvalidArgument),
         ([many(part, {"a": b"1"}), many(part_ref("abuse-many", writer=7), {"b": b"1"})], InvalidArgument),
-        ([b"\xff" * 40], ForebayError),
+        ([b"\xff" * 40], InvalidArgument),
     ]
     async with wire(gateway) as line:
         for index, (messages, kind) in enumerate(cases):
             began_s = time.monotonic()
-            found = await outcome(line.put_many(), *messages)
+            found = await outcome(line, "PutMany", *messages)
             took_s = time.monotonic() - began_s
             assert took_s < 5, (index, took_s)
             if kind is None:
                 assert isinstance(found, list), (index, found)
             else:
                 assert isinstance(found, kind), (index, found)
-                if kind is not ForebayError:
-                    assert_clear(found, kind)
+                assert_clear(found, kind)
     raw.call("AbortPart", pb.AbortPartRequest(part=part), pb.AbortPartResponse)
     left.none()
     assert loop_lag_ms(gateway) < 1000
 
 
-async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     """32 requests of 32 MiB under way together: a GiB is asked for, and served in turn."""
     part = part_ref("abuse-large")
     blob = some_bytes(32 * MIB, "blob")
@@ -94,7 +90,7 @@ async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, r
     async def one(number: int) -> None:
         nonlocal peak
         request = pb.PutManyRequest(part=part, shards=[pb.SmallShard(name=f"blob-{number}", crc32c=crc, data=blob)])
-        found = await outcome(line.put_many(), request.SerializeToString())
+        found = await outcome(line, "PutMany", request.SerializeToString())
         peak = max(peak, rss(gateway) - before)
         assert isinstance(found, list) or isinstance(found, forebay.CacheFull), found
 
@@ -109,16 +105,14 @@ async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, r
 # -- giant and malformed -------------------------------------------------------------------------------------------------------
 
 
-async def test_giant_values(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_giant_values(gateway: GatewayProcess, left: Left) -> None:
     """A megabyte where a name should be: a sentence of readable length, with its type."""
     giant = "x" * (8 << 20)
     async with wire(gateway) as line:
         requests = {
             "run": line.read(pb.ReadShardRequest(run=giant, step=1, name="a").SerializeToString()),
             "name": line.read(pb.ReadShardRequest(run="saved", step=1, name=giant).SerializeToString()),
-            "source": line.read(
-                pb.ReadShardRequest(run="saved", step=1, name="shard-0.bin", source=giant).SerializeToString()
-            ),
+            "source": line.read(pb.ReadShardRequest(run="saved", step=1, name="shard-0.bin", source=giant).SerializeToString()),
             "session": line.read(pb.ReadShardRequest(run="saved", step=1, name="a", session=giant).SerializeToString()),
             "list session": line.stream("ListShards")(
                 pb.ListShardsRequest(run="saved", step=1, session=giant).SerializeToString()
@@ -140,13 +134,13 @@ async def test_giant_values(gateway: GatewayProcess, left: Leftovers) -> None:
             [header(part_ref("abuse"), giant)],
             [header(part_ref("abuse", session=giant))],
         ):
-            found_ = await outcome(line.put(), *messages)
+            found_ = await outcome(line, "PutShard", *messages)
             assert isinstance(found_, InvalidArgument)
             assert len(found_.message) < 3000
     left.none()
 
 
-async def test_giant_metadata_and_messages(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_giant_metadata_and_messages(gateway: GatewayProcess, left: Left) -> None:
     async with wire(gateway, ("grpc.max_send_message_length", -1)) as line:
         call = line.read(
             pb.ReadShardRequest(run="saved", step=1, name="shard-0.bin").SerializeToString(),
@@ -154,14 +148,14 @@ async def test_giant_metadata_and_messages(gateway: GatewayProcess, left: Leftov
         )
         with pytest.raises(grpc.RpcError):
             await call.read()
-        found = await outcome(line.put(), bytes(frames.MAX_MESSAGE_BYTES + 1))
+        found = await outcome(line, "PutShard", bytes(frames.MAX_MESSAGE_BYTES + 1))
         assert isinstance(found, ForebayError)
-        found = await outcome(line.put_many(), bytes(frames.MAX_MESSAGE_BYTES + 1))
+        found = await outcome(line, "PutMany", bytes(frames.MAX_MESSAGE_BYTES + 1))
         assert isinstance(found, ForebayError)
     left.none()
 
 
-async def test_a_hundred_thousand_tiny_messages(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_a_hundred_thousand_tiny_messages(gateway: GatewayProcess, left: Left) -> None:
     """In one stream of small shards, and as chunks that are refused at the second."""
     count = full(100_000)
     part = part_ref("tiny")
@@ -180,7 +174,7 @@ async def test_a_hundred_thousand_tiny_messages(gateway: GatewayProcess, left: L
             for _ in range(count):
                 assert await call.read() is not grpc.aio.EOF
         tiny = [frames.encode_put_chunk(offset, crc32c(b"x"), b"x") for offset in range(1000)]
-        found = await outcome(line.put(), header(part, size=1000), *tiny)
+        found = await outcome(line, "PutShard", header(part, size=1000), *tiny)
         assert isinstance(found, InvalidArgument)
     grown = rss(gateway) - before
     report("tiny_messages", messages=count, rss_growth=grown, loop_lag_p99_ms=loop_lag_ms(gateway))
@@ -189,7 +183,7 @@ async def test_a_hundred_thousand_tiny_messages(gateway: GatewayProcess, left: L
     left.none()
 
 
-async def test_malformed_frames(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_malformed_frames(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     """Damaged streams of every kind end as typed errors; the log has no word of a defect (the fixture looks)."""
     count = full(5_000)
     good = [header(part_ref("malformed"), "m", len(DATA)), *chunks_of(DATA)]
@@ -212,7 +206,7 @@ async def test_malformed_frames(gateway: GatewayProcess, raw: Raw, left: Leftove
                 case _:
                     victim[:] = chance.randbytes(chance.randrange(40))
         messages[0] = messages[0].replace(b"\x01m", f"\x01{chr(97 + number % 26)}".encode())
-        found = await outcome(line.put(), *map(bytes, messages))
+        found = await outcome(line, "PutShard", *map(bytes, messages))
         assert isinstance(found, ForebayError), "no trailer was sent"
         assert found.kind != "internal", found
         refused += 1
@@ -223,7 +217,7 @@ async def test_malformed_frames(gateway: GatewayProcess, raw: Raw, left: Leftove
     left.none()
 
 
-def test_connections_that_speak_no_http2(gateway: GatewayProcess, left: Leftovers) -> None:
+def test_connections_that_speak_no_http2(gateway: GatewayProcess, left: Left) -> None:
     chance = random.Random(5)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     starts = [b"", b"GET / HTTP/1.1\r\n\r\n", preface, preface + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00", preface[:9]]
@@ -277,13 +271,13 @@ async def test_thousands_of_open_parts_sessions_and_runs(gateway: GatewayProcess
         raw.call("AbortPart", pb.AbortPartRequest(part=part), pb.AbortPartResponse)
 
 
-def raw_status(gateway: GatewayProcess) -> forebay.Status:
+def raw_status(gateway: GatewayProcess) -> Status:
     with forebay.Client(gateway.address) as client:
         client.pressure()
         return client.status()
 
 
-async def test_a_session_of_a_million_writers(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_a_session_of_a_million_writers(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     """It says so itself; nobody has a million names to read."""
     part = part_ref("million", writers=1 << 20)
     async with wire(gateway) as line:
@@ -291,16 +285,14 @@ async def test_a_session_of_a_million_writers(gateway: GatewayProcess, raw: Raw,
         await call.write(header(part, size=10))
         await call.read()
         call.cancel()
-        waits = [
-            line.stream("Wait")(pb.WaitRequest(run="million", step=1, level="all").SerializeToString()) for _ in range(20)
-        ]
+        waits = [line.stream("Wait")(pb.WaitRequest(run="million", step=1, level="all").SerializeToString()) for _ in range(20)]
         for wait in waits:
             answer = pb.WaitResponse.FromString(await wait.read())
             assert 0 < len(answer.missing) <= 1000
         began_s = time.monotonic()
         status = await asyncio.to_thread(raw_status, gateway)
         assert time.monotonic() - began_s < 2
-        assert any(found.run == "million" for found in status.incomplete)
+        assert status.checkpoints_incomplete >= 1
         for wait in waits:
             wait.cancel()
     assert loop_lag_ms(gateway) < 500
@@ -338,7 +330,7 @@ async def outcome_of_read(line: Wire, request: bytes) -> ForebayError | bytes:
     return answer
 
 
-async def test_deadline_storms(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_deadline_storms(gateway: GatewayProcess, left: Left) -> None:
     """Calls that are over before they begin, thousands of them, and waits for what never comes."""
     count = full(20_000)
     calls = {
@@ -355,7 +347,9 @@ async def test_deadline_storms(gateway: GatewayProcess, left: Leftovers) -> None
         async def one(number: int) -> None:
             name = names[number % len(names)]
             with contextlib.suppress(grpc.RpcError):
-                await line.unary(name)(calls[name].SerializeToString(), timeout=random.Random(number).choice([0.001, 0.01, 0.2]))
+                await line.unary(name)(
+                    calls[name].SerializeToString(), timeout=random.Random(number).choice([0.001, 0.01, 0.2])
+                )
 
         waits = [
             line.stream("Wait")(pb.WaitRequest(run="saved", step=1000 + number % 50, level="all").SerializeToString())

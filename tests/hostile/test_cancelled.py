@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,8 +19,8 @@ from forebay.demo.gateways import GatewayProcess
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_wire.v1 import gateway_pb2 as pb
 from hostile.conftest import SAVED
-from hostile.kit import MIB, Wire, at_once, full, loop_lag_ms, report, rss, wire
-from integration.kit import CHUNK, Leftovers, Raw, chunks_of, eventually, header, part_ref, some_bytes, trailer, whole_put
+from hostile.kit import MIB, Left, Wire, at_once, full, loop_lag_ms, report, rss, wire
+from integration.kit import CHUNK, Raw, chunks_of, eventually, header, part_ref, some_bytes, trailer, whole_put
 
 WIDTH = 16
 GROWTH_BYTES_MAX = 24 * MIB
@@ -43,7 +44,7 @@ async def cancelled_put(line: Wire, number: int) -> None:
     call.cancel()
 
 
-async def test_cancelled_puts(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_cancelled_puts(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     count = full(10_000)
 
     async def streams(begin: int, number_of_them: int) -> None:
@@ -64,7 +65,9 @@ async def test_cancelled_puts(gateway: GatewayProcess, raw: Raw, left: Leftovers
     left.none()
     grown = rss(gateway) - before
     lag_ms = loop_lag_ms(gateway)
-    report("cancelled_puts", streams=count, sealed=sealed, rss_growth=grown, loop_lag_p99_ms=lag_ms, per_s=round(count / took_s))
+    report(
+        "cancelled_puts", streams=count, sealed=sealed, rss_growth=grown, loop_lag_p99_ms=lag_ms, per_s=round(count / took_s)
+    )
     assert grown < GROWTH_BYTES_MAX
     assert lag_ms < LAG_MS_MAX
     raw.put(whole_put(part_ref("cancelled"), DATA))
@@ -90,7 +93,7 @@ def connections_to(gateway: GatewayProcess, server: SeaweedFS) -> int:
     return sum(1 for each in found if each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED)
 
 
-async def test_cancelled_reads(gateway: GatewayProcess, s3_server: SeaweedFS, left: Leftovers) -> None:
+async def test_cancelled_reads(gateway: GatewayProcess, s3_server: SeaweedFS, left: Left) -> None:
     count = full(10_000)
     sources = ("cache", "pfs", "object", "auto")
 
@@ -125,11 +128,15 @@ async def test_cancelled_reads(gateway: GatewayProcess, s3_server: SeaweedFS, le
     assert held == []
 
 
+async def auto_read(line: Wire, turn: int, number: int) -> None:
+    await cancelled_read(line, turn * 8 + number, ("auto",))
+
+
 async def test_reads_cancelled_while_a_mover_fetches(gateway: GatewayProcess) -> None:
-    for turn in range(full(200)):
+    for turn in range(full(100)):
         gateway.cli("evict", "saved", "1")
         async with wire(gateway) as line:
-            await at_once(8, 8, lambda number, turn=turn: cancelled_read(line, turn * 8 + number, ("auto",)))  # type: ignore[misc]
+            await at_once(8, 8, partial(auto_read, line, turn))
         if turn >= 5 and turn % 20:
             continue
         with forebay.Client(gateway.address) as client:
@@ -169,7 +176,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("clients", [4])
-def test_clients_killed_with_streams_open(gateway: GatewayProcess, left: Leftovers, tmp_path: Path, clients: int) -> None:
+def test_clients_killed_with_streams_open(gateway: GatewayProcess, left: Left, tmp_path: Path, clients: int) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", HOLDER, gateway.address, str(number), str(tmp_path / str(number))])
         for number in range(clients)

@@ -17,9 +17,9 @@ from forebay.errors import CacheFull, DeadlineExceeded, InvalidArgument, from_rp
 from forebay_wire import frames
 from forebay_wire.checksums import crc32c
 from forebay_wire.v1 import gateway_pb2 as pb
-from hostile.kit import MIB, report, rss, wire
+from hostile.kit import MIB, Left, report, rss, wire
 from integration.conftest import assert_clean_log
-from integration.kit import CHUNK, Leftovers, Raw, chunks_of, eventually, header, part_ref, some_bytes, trailer, whole_put
+from integration.kit import CHUNK, Raw, chunks_of, eventually, header, part_ref, some_bytes, trailer, whole_put
 
 DATA = some_bytes(CHUNK * 3, "slow")
 
@@ -35,7 +35,7 @@ async def answer_of(call: "grpc.aio.StreamStreamCall[bytes, bytes]", within_s: f
     raise AssertionError("the call ended well")
 
 
-async def test_writers_that_send_nothing_or_next_to_nothing(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_writers_that_send_nothing_or_next_to_nothing(gateway: GatewayProcess, left: Left) -> None:
     """No header, a header alone, one chunk, a byte now and then: each ends by itself, with its reason."""
     byte = [frames.encode_put_chunk(offset, crc32c(b"x"), b"x") for offset in range(9)]
     empty = frames.encode_put_chunk(0, 0, b"")
@@ -62,7 +62,7 @@ async def test_writers_that_send_nothing_or_next_to_nothing(gateway: GatewayProc
     left.none()
 
 
-async def test_empty_chunks_do_not_keep_a_comparison_alive(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_empty_chunks_do_not_keep_a_comparison_alive(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     part = part_ref("slow-existing")
     raw.put(whole_put(part, DATA, "there"))
     async with wire(gateway) as line:
@@ -74,7 +74,7 @@ async def test_empty_chunks_do_not_keep_a_comparison_alive(gateway: GatewayProce
     left.none()
 
 
-async def test_a_silent_stream_of_small_shards_is_ended(gateway: GatewayProcess, left: Leftovers) -> None:
+async def test_a_silent_stream_of_small_shards_is_ended(gateway: GatewayProcess, left: Left) -> None:
     async with wire(gateway) as line:
         call = line.put_many()
         await call.write(pb.PutManyRequest(part=part_ref("slow-many")).SerializeToString())
@@ -156,7 +156,7 @@ def info(gateway: GatewayProcess) -> list[dict[str, str]]:
     return found
 
 
-async def test_lists_and_waits_that_are_never_read_end(gateway: GatewayProcess, raw: Raw, left: Leftovers) -> None:
+async def test_lists_and_waits_that_are_never_read_end(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
     part = part_ref("many-shards")
     shards = {f"{'n' * 200}-{number}": b"x" for number in range(3000)}
     small = [pb.SmallShard(name=name, crc32c=crc32c(data), data=data) for name, data in shards.items()]
@@ -220,9 +220,12 @@ def test_a_stalled_writer_keeps_space_only_until_its_timeout(tmp_path: Path) -> 
             call = line.put()
             await call.write(header(part_ref("greedy"), size=18 * MIB))
             await call.read()
-            with forebay.Client(made.address, admit_timeout=0) as client, client.checkpoint("r", 1, session="s") as part:
-                with pytest.raises(CacheFull):
-                    await asyncio.to_thread(part.put, "x", bytes(4 * MIB))
+            with (
+                forebay.Client(made.address, admit_timeout=0) as client,
+                client.checkpoint("r", 1, session="s") as part,
+                pytest.raises(CacheFull),
+            ):
+                await asyncio.to_thread(part.put, "x", bytes(4 * MIB))
             with forebay.Client(made.address, admit_timeout=20) as client, client.checkpoint("r", 2, session="s") as part:
                 await asyncio.to_thread(part.put, "x", bytes(4 * MIB))
                 await asyncio.to_thread(part.commit)

@@ -5,14 +5,15 @@ Owns the commands only; keys and rules are the gateway's.
 
 import os
 import socket
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.app import client
+from forebay.cli.app import Json, client
 from forebay.cli.exits import UsageError
-from forebay.cli.output import say
+from forebay.cli.output import print_json, say
 from forebay.cli.serve import gateway_missing
 from forebay.errors import ForebayError
 
@@ -28,25 +29,37 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="config")
 
 
-def check(file: _File = None) -> int:
-    """Say whether a gateway would start with this file; exit 1, with the key and the rule, where not."""
+def check(file: _File = None, json: Json = False) -> int:
+    """Say whether a gateway would start with this file; exit 1, with the key and the rule, where not.
+
+    JSON keys: source, good.
+    """
     load(file)
-    say(f"{_label(file)}: good")
+    print_json({"source": _label(file), "good": True}) if json else say(f"{_label(file)}: good")
     return 0
 
 
-def show(file: _File = None, running: _Running = False) -> int:
-    """Print the effective configuration as TOML: file, environment and defaults together."""
-    if running:
-        if file is not None:
-            raise UsageError("config show: give a FILE or --running, not both")
-        with client() as gateway:
-            print(gateway.config(), end="")
-        return 0
+def show(file: _File = None, running: _Running = False, json: Json = False) -> int:
+    """Print the effective configuration as TOML: file, environment and defaults together.
+
+    JSON keys: node, cache, tier (a list), log, each with the keys and values of the TOML.
+    """
+    if running and file is not None:
+        raise UsageError("config show: give a FILE or --running, not both")
+    text = _of_the_running_gateway() if running else _rendered(load(file))
+    print_json(tomllib.loads(text)) if json else print(text, end="")
+    return 0
+
+
+def _of_the_running_gateway() -> str:
+    with client() as gateway:
+        return gateway.config()
+
+
+def _rendered(config: Any) -> str:
     from forebay_gateway.core.config import render_toml
 
-    print(render_toml(load(file)), end="")
-    return 0
+    return render_toml(config)
 
 
 def load(file: Path | None) -> Any:

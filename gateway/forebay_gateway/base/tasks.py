@@ -7,15 +7,16 @@ once, with its cause, and goes up from `run_until_failure`; a dead worker never 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from forebay_gateway.base.clock import Clock
 
-__all__ = ["Crew", "Worker"]
+__all__ = ["Crew", "Worker", "uncut"]
 
 log = logging.getLogger("forebay.tasks")
 
 
+T = TypeVar("T")
 _Run = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -24,6 +25,22 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+async def uncut(act: Coroutine[Any, Any, T]) -> T:
+    """The result of `act`, which goes on to its end also where the caller is cancelled; what it raises then is logged."""
+    task = asyncio.ensure_future(act)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            task.add_done_callback(_unheard)
+        raise
+
+
+def _unheard(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.info("an act failed after its caller had gone error=%r", error)
 
 
 class Worker:

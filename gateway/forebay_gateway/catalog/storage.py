@@ -21,15 +21,16 @@ from forebay_gateway.base.durable import sync_dir
 from forebay_gateway.catalog import pages, schema
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged, Databases, TierNumbers, Transaction
-from forebay_gateway.core.errors import DiskFull, StartupError
+from forebay_gateway.core.errors import DiskFull, StartupError, Unavailable
 
 DATA_NAME = "data.mdb"
 OWNER_NAME = "owner"  # locked by the process that has the catalog open; holds the node's id once the catalog was created
 READERS_MAX = 126
 NO_SPACE_RETRY_S = 5.0
 MAIN_DATABASES_MAX = len(schema.DATABASE_NAMES) + 4
-# What LMDB says of a file it cannot trust; every other error of its says something of the machine.
-_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError, lmdb.PanicError)
+# What LMDB says of a file it cannot trust; every other error of its says something of the machine. A panic too: it follows a
+# commit whose write failed, and the file is as good as the last commit that did not.
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 _ENDED = "the read transaction has ended"
 _OVERSTAYED = "a catalog read was held across an await; read what you need, leave the block, then await"
 
@@ -62,8 +63,10 @@ class Read(contextlib.AbstractContextManager[ReadTxn]):
         self._storage.map_lock.acquire()
         try:
             self._txn = self._storage.begin_read()
-        except BaseException:
+        except BaseException as error:
             self._storage.map_lock.release()
+            if isinstance(error, lmdb.PanicError):  # seen here before the writer thread has told why
+                raise Unavailable(f"the catalog failed and the gateway has to be restarted ({error})") from error
             raise
         self._open = True
         self._view = ReadTxn(self._txn, self._storage.databases, self._storage.tiers)
@@ -215,14 +218,24 @@ class Storage:
         wanted = min(used + 2 * self._limits.reserve, max(self._limits.max_map_size, self.file_bytes))
         try:
             if wanted > self.file_bytes:
-                os.posix_fallocate(self._file, self.file_bytes, wanted - self.file_bytes)
+                self._allocate(wanted - self.file_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            os.ftruncate(self._file, self.file_bytes)  # some file systems keep the part that they could allocate
             if self.file_bytes - used < self._limits.reserve // 2:
                 raise DiskFull("no space is left for the catalog", retry_after_s=NO_SPACE_RETRY_S) from error
         self.file_bytes = os.fstat(self._file).st_size
+
+    def _allocate(self, length: int) -> None:
+        """All of it or nothing: a try that must fail would take what is left from the shards, if only for a moment."""
+        stat = os.fstatvfs(self._file)
+        if stat.f_bavail * stat.f_frsize < length:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            os.posix_fallocate(self._file, self.file_bytes, length)
+        except OSError:
+            os.ftruncate(self._file, self.file_bytes)  # some file systems keep the part that they could allocate
+            raise
 
     def has_last_blocks(self) -> bool:
         """Whether a small change still fits into the blocks that are there: one that frees space must not be refused for

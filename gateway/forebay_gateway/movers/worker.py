@@ -19,6 +19,7 @@ from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.reader import ShardReader
+from forebay_gateway.core.config import TierConfig
 from forebay_gateway.core.errors import Corrupt, ForebayError, Unavailable, to_record
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers import fetch
@@ -54,17 +55,13 @@ BUFFERS_BYTES_MIN = 96 << 20
 
 
 class Mover:
-    """One process's work: jobs in, item reports out."""
+    """The process's end of the socket: jobs in, reports out."""
 
     def __init__(self, setup: Setup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._setup = setup
         self._reader = reader
         self._writer = writer
-        self._cache = CacheDir.attach(Path(setup.cache_path))
-        self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
-        self._tiers: dict[str, Tier] = {}
+        self._runner = JobRunner(setup, partial(send, writer))
         self._jobs: dict[int, asyncio.Task[None]] = {}
-        self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     async def run(self) -> None:
         """Serve until the front is gone."""
@@ -72,12 +69,11 @@ class Mover:
             while (message := await receive_in_mover(self._reader)) is not None:
                 match message:
                     case DrainJob() | FetchJob() | CheckJob():
-                        task = asyncio.create_task(self._do(message))
+                        task = asyncio.create_task(self._runner.run(message))
                         self._jobs[message.id] = task
                         task.add_done_callback(partial(self._ended, message.id))
                     case Ack(id=job_id, index=index):
-                        if (ack := self._acks.pop((job_id, index), None)) is not None and not ack.done():
-                            ack.set_result(None)
+                        self._runner.acknowledged(job_id, index)
                     case Cancel(id=job_id):
                         if (running := self._jobs.get(job_id)) is not None:
                             running.cancel()
@@ -89,19 +85,39 @@ class Mover:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for tier in self._tiers.values():
-            with contextlib.suppress(ForebayError, OSError):
-                await tier.close()
-        self._pool.close()
+        await self._runner.close()
         self._writer.close()
 
     def _ended(self, job_id: int, _task: asyncio.Task[None]) -> None:
         self._jobs.pop(job_id, None)
 
-    def _tell(self, message: ToFront) -> None:
-        send(self._writer, message)
 
-    async def _do(self, job: Job) -> None:
+class JobRunner:
+    """Does jobs, whoever hands them over: every item is reported to `tell`, and a JobDone after the last."""
+
+    def __init__(self, setup: Setup, tell: Callable[[ToFront], None], opened: Callable[[TierConfig], Tier] = open_tier) -> None:
+        self._setup = setup
+        self._tell = tell
+        self._open_tier = opened
+        self._cache = CacheDir.attach(Path(setup.cache_path))
+        self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
+        self._tiers: dict[str, Tier] = {}
+        self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
+
+    async def close(self) -> None:
+        """Let go of tiers and threads; no job runs any more."""
+        for tier in self._tiers.values():
+            with contextlib.suppress(ForebayError, OSError):
+                await tier.close()
+        self._pool.close()
+
+    def acknowledged(self, job_id: int, index: int) -> None:
+        """The front has recorded the item's upload."""
+        if (ack := self._acks.pop((job_id, index), None)) is not None and not ack.done():
+            ack.set_result(None)
+
+    async def run(self, job: Job) -> None:
+        """One job to its end."""
         try:
             match job:
                 case DrainJob():
@@ -117,7 +133,7 @@ class Mover:
         tier = self._tiers.get(name)
         if tier is None:
             config = next(config for config in self._setup.tiers if config.name == name)
-            tier = self._tiers[name] = open_tier(config)
+            tier = self._tiers[name] = self._open_tier(config)
         tier.capabilities = capabilities
         return tier
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
 from forebay_gateway.core.records import PartState, ShardRow
@@ -60,7 +61,7 @@ class CommitPath:
         with self._node.disk_refusals_shown():
             session_id = await self._writes.open_part(part)
             # A client that goes away after this point may find its part committed; it asks again and gets the same answer.
-            return await asyncio.shield(asyncio.ensure_future(self._commit(part, session_id, expected, metadata_json)))
+            return await uncut(self._commit(part, session_id, expected, metadata_json))
 
     async def _commit(self, part: PartRef, session_id: int, expected: Sequence[Expected], metadata_json: str) -> Committed:
         async with self._turn(session_id, part.writer):
@@ -142,7 +143,10 @@ class CommitPath:
         if session is None or row is None:
             return 0
         # Shielded: a client that goes away must not cut the rows' end from the files' and the bytes'.
-        return await asyncio.shield(asyncio.ensure_future(self._drop(session.id, part.writer)))
+        try:
+            return await uncut(self._drop(session.id, part.writer))
+        except NotFound:
+            return 0  # another abort of this part was faster
 
     async def _drop(self, session_id: int, writer: int) -> int:
         async with self._turn(session_id, writer):
@@ -198,7 +202,7 @@ def _no_number(text: str) -> None:
 
 def _deeper_than(value: object, limit: int) -> bool:
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return False

@@ -6,12 +6,12 @@ Owns the order of the queue, what goes back to it, and when it is tried again. O
 queue, so nothing is lost when this process ends. Does not own the movement of bytes (movers/) or completion (complete.py).
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import ErrorRecord, ForebayError, PermissionDenied, Unavailable, from_record
 from forebay_gateway.core.layout import shard_key
@@ -89,7 +89,7 @@ class Drain:
         except Unavailable as error:
             log.info("a batch goes back to the queue tier=%s reason=%s", self._tier.name, error)
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._put_back(reports)))
+            await uncut(self._put_back(reports))
         return 0.0
 
     async def _clean_up_after(self, items: list[ShardItem]) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import ShardKey, ShardRow
@@ -65,7 +66,7 @@ class Evictor:
             rows = [row for row in evictable if row.key not in self._readers]
             for begin in range(0, len(rows), BATCH_SHARDS_MAX):
                 batch = rows[begin : begin + BATCH_SHARDS_MAX]
-                freed += await asyncio.shield(asyncio.ensure_future(self._evict_rows(batch)))
+                freed += await uncut(self._evict_rows(batch))
                 shards += len(batch)
         return shards, freed
 
@@ -80,7 +81,7 @@ class Evictor:
             rows = self._choose(wanted - freed)
             if not rows:
                 break
-            freed += await asyncio.shield(asyncio.ensure_future(self._evict_rows(rows)))
+            freed += await uncut(self._evict_rows(rows))
         return freed
 
     def _choose(self, wanted: int) -> list[ShardRow]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
@@ -119,9 +120,10 @@ class Retention:
                     log.info("a deletion waits for a tier tier=%s run=%s step=%s", tier.name, row.run, row.step)
             if not pending:
                 # Shielded: a client that goes away must not cut the files' end from the rows' and the bytes'.
-                await asyncio.shield(asyncio.ensure_future(self._out_of_cache(sessions, shards)))
+                await uncut(self._out_of_cache(sessions, shards))
                 done.insert(0, "cache")
-        self._node.changes.tell()
+        if not pending:  # else nothing has changed yet, and whoever tries again would wake itself
+            self._node.changes.tell()
         return tuple(done), tuple(pending)
 
     async def _try_off_tier(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay_gateway.admission.budget import Reservation, disk_full_reason
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
@@ -110,7 +111,7 @@ class WritePath:
 
     async def begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
         """Check and reserve; nothing is left behind when it raises."""
-        check_name(name)
+        self._check_name(part, name)
         with self._node.disk_refusals_shown():
             return await self._begin(part, name, size)
 
@@ -169,7 +170,7 @@ class WritePath:
         """All of them durable, or none taken. One catalog transaction for the group."""
         if len(shards) > SMALL_SHARDS_MAX:
             raise InvalidArgument(f"a request has at most {SMALL_SHARDS_MAX} shards; send several", shards=len(shards))
-        names = Counter(check_name(shard.name) for shard in shards)
+        names = Counter(self._check_name(part, shard.name) for shard in shards)
         if len(names) != len(shards):
             raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
         for shard in shards:
@@ -183,7 +184,7 @@ class WritePath:
         fresh = [shard for shard in shards if not self._same_already(session_id, part, shard)]
         if fresh:
             # Shielded: a client that goes away must not cut the group between its files and the catalog.
-            await asyncio.shield(asyncio.ensure_future(self._write_group(session_id, part, fresh)))
+            await uncut(self._write_group(session_id, part, fresh))
         return [Receipt(shard.name, len(shard.data), shard.crc32c) for shard in shards]
 
     def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
@@ -236,11 +237,11 @@ class WritePath:
     def _check_name(self, part: PartRef, name: str) -> str:
         """The shard's name, or InvalidArgument; also for one that some tier could never take: it could be acknowledged, and
         would then stay in the cache for good."""
+        part.check()
         check_name(name)
-        keys = (
-            make(part.run, part.step, part.session, last) for make, last in ((shard_key, name), (announce_key, part.writer))
-        )
-        length = max(len(key.encode()) for key in keys)
+        shard = shard_key(part.run, part.step, part.session, name)
+        announcement = announce_key(part.run, part.step, part.session, part.writer)
+        length = max(len(shard.encode()), len(announcement.encode()))
         if length > self._key_bytes_max:
             raise InvalidArgument(
                 f"run and shard name together are too long for an object store's keys: {name!r}",

@@ -20,7 +20,7 @@ from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.sending import Sending
-from forebay_gateway.rpc.status import Context, answers, streams
+from forebay_gateway.rpc.status import Context, answers, check_formed, streams
 from forebay_wire.frames import ChunkFrame, FrameError, decode_put_request, encode_read_chunk
 from forebay_wire.names import InvalidName, check_run
 from forebay_wire.v1 import gateway_pb2 as pb
@@ -280,8 +280,10 @@ async def _next_message(requests: AsyncIterator[Any], deadline_s: float) -> Any 
     """The client's next message, None when it has no more; raises when it is silent for too long."""
     try:
         async with asyncio.timeout(deadline_s):
-            return await anext(requests)
+            message = await anext(requests)
     except StopAsyncIteration:
         return None
     except TimeoutError:
         raise DeadlineExceeded("the stream made no progress; nothing unfinished was kept", silent_s=deadline_s) from None
+    check_formed(message)
+    return message

@@ -3,16 +3,19 @@
 Owns the mapping. Every failed call carries the trailing metadata "forebay-error-bin", a serialized ErrorDetail.
 """
 
+import asyncio
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from forebay_gateway.core.errors import ForebayError, Incomplete
+from forebay_gateway.core.errors import ForebayError, Incomplete, InvalidArgument
 from forebay_gateway.rpc.sending import Sending
 from forebay_wire.v1 import gateway_pb2 as pb
 
@@ -62,10 +65,38 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     if not isinstance(error, ForebayError):
         log.error("a call failed unexpectedly", exc_info=error)
     detail = detail_of(error)
-    await context.abort(
-        CODES.get(detail.kind, grpc.StatusCode.INTERNAL), detail.message, ((DETAIL_KEY, detail.SerializeToString()),)
-    )
+    try:
+        await context.abort(
+            CODES.get(detail.kind, grpc.StatusCode.INTERNAL), detail.message, ((DETAIL_KEY, detail.SerializeToString()),)
+        )
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError("the client has gone") from gone
     raise AssertionError("abort returned")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Bytes that are no message of their method. Handed on in the message's place: gRPC would make it a failure of ours."""
+
+    reason: str
+
+
+def parser(message: Any) -> Callable[[bytes], Any]:
+    """A deserializer for a generated message class; it never raises."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return message.FromString(data)
+        except DecodeError as error:
+            return Malformed(f"not a {message.DESCRIPTOR.name}: {error}")
+
+    return parse
+
+
+def check_formed(request: object) -> None:
+    """Raise InvalidArgument for a message that is none."""
+    if isinstance(request, Malformed):
+        raise InvalidArgument(request.reason)
 
 
 def answers(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
@@ -74,6 +105,7 @@ def answers(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable
     @functools.wraps(method)
     async def call(self: object, request: object, context: Context) -> Answer:
         try:
+            check_formed(request)
             return await method(self, request, context)
         except grpc.aio.AbortError:
             raise
@@ -98,11 +130,14 @@ def streams(
     async def call(self: Streaming, request: object, context: Context) -> None:
         stalled: list[int] = []
         try:
+            check_formed(request)
             async with aclosing(method(self, request, context)) as answers:
                 async for answer in answers:
                     await self.sending.send(context, answer, stalled)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as error:  # gRPC cannot send: nobody is there any more
+            raise asyncio.CancelledError("the client has gone") from error
         except Exception as error:  # noqa: BLE001  every error becomes a status
             await abort(context, error)
         finally:

@@ -15,6 +15,7 @@ from forebay_gateway.core.errors import (
     Corrupt,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     Unavailable,
     Unsupported,
 )
@@ -51,6 +52,7 @@ class S3Tier(Tier):
         super().__init__(name)
         self._owner = owner
         self.client = S3Client(name, settings, clock or SystemClock())
+        self._unclean: set[str] = set()  # keys of which an upload may be left behind
         self._limit = AdaptiveLimit(settings.concurrency, self.client.clock)
 
     async def probe(self) -> Capabilities:
@@ -69,9 +71,24 @@ class S3Tier(Tier):
         await self.client.before_write()
         if source.size <= part_size(source.size, source.chunk_size, self.client.settings.part_size) or not self._multipart():
             return await self._put_whole(key, source, options)
+        await self._clean_up_before(key)
         upload = Upload(self.client, self._limit, key, source, full_crc=self._proved("server_checksum"))
-        etag = await upload.run(options)
+        try:
+            etag = await upload.run(options)
+        except BaseException:
+            if upload.may_be_left:
+                self._unclean.add(key)
+            raise
         return ObjectInfo(key, source.size, etag)
+
+    async def _clean_up_before(self, key: str) -> None:
+        """An earlier try's upload is ended first: the next one is recorded in its place."""
+        if key not in self._unclean:
+            return
+        # A store that does not let us list uploads must take new ones all the same.
+        with contextlib.suppress(PermissionDenied, Unsupported, InvalidArgument):
+            await sweep_uploads(self.client, key)
+        self._unclean.discard(key)
 
     def _multipart(self) -> bool:
         return self.capabilities is None or self.capabilities.multipart

@@ -45,6 +45,10 @@ class S3Timeouts:
     call_s: float = 90.0
     slowest_bytes_per_s: int = 256 << 10
 
+    def whole_s(self, size_bytes: int) -> float:
+        """Of a call that carries so many bytes."""
+        return self.call_s + size_bytes / self.slowest_bytes_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
@@ -136,7 +140,7 @@ class S3Client:
             parameters["Key"] = self.object_key(key)
         try:
             client = self._client or await self._open()
-            async with asyncio.timeout(self.settings.timeouts.call_s + body_bytes / self.settings.timeouts.slowest_bytes_per_s):
+            async with asyncio.timeout(self.settings.timeouts.whole_s(body_bytes)):
                 answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.settings.bucket, **parameters)
         except Exception as error:
             raise await self._settled(translate(error, self.tier, key, operation, self.clock.wall()), error, key) from error
@@ -167,7 +171,7 @@ class S3Client:
         """The whole body of a GetObject answer, at most `limit_bytes`; the connection is free again in any case."""
         body = answer["Body"]
         try:
-            async with asyncio.timeout(self.settings.timeouts.call_s + limit_bytes / self.settings.timeouts.slowest_bytes_per_s):
+            async with asyncio.timeout(self.settings.timeouts.whole_s(limit_bytes)):
                 data: bytes = await body.read()
             return data
         except Exception as error:

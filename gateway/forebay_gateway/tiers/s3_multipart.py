@@ -9,7 +9,7 @@ import base64
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class Upload:
     source: Source
     full_crc: bool
     id: str = ""
+    may_be_left: bool = False  # on the store, after run() has failed
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     async def run(self, options: PutOptions) -> str:
@@ -97,12 +98,8 @@ class Upload:
         parameters: dict[str, Any] = {}
         if self.full_crc:
             parameters = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
-        try:
-            answer = await self.client.call("create_multipart_upload", self.key, **parameters)
-        except Unavailable:
-            # It may have begun all the same, under an id that nobody heard.
-            await _best_effort(sweep_uploads(self.client, self.key))
-            raise
+        self.may_be_left = True  # a lost answer leaves an upload whose id nobody heard
+        answer = await self.client.call("create_multipart_upload", self.key, **parameters)
         self.id = answer["UploadId"]
 
     async def _send(self, options: PutOptions) -> None:
@@ -167,7 +164,7 @@ class Upload:
         )
         crc = full_object_crc(answer)
         if crc is not None and crc != self.source.crc32c:
-            raise Corrupt("the object store put other bytes together", key=self.key, actual=f"{crc:08x}")
+            raise Corrupt("the object store put other bytes together", tier=self.client.tier, key=self.key, actual=f"{crc:08x}")
         return str(answer["ETag"])
 
     async def _landed(self) -> str | None:
@@ -193,16 +190,12 @@ class Upload:
         return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
     async def _abandon(self) -> None:
-        """Also while being cancelled: what stays behind is swept by its recorded id."""
-        await _best_effort(abort(self.client, self.key, self.id))
-
-
-async def _best_effort(cleaning: Coroutine[Any, Any, None]) -> None:
-    """Goes on for a while after a cancellation; a failure is not told."""
-    task = asyncio.ensure_future(cleaning)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    with contextlib.suppress(ForebayError, TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), _ABORT_TIMEOUT_S)
+        """Best effort, also while being cancelled: what stays behind is swept by its recorded id, or by its key."""
+        task = asyncio.ensure_future(abort(self.client, self.key, self.id))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        with contextlib.suppress(ForebayError, TimeoutError):
+            await asyncio.wait_for(asyncio.shield(task), _ABORT_TIMEOUT_S)
+            self.may_be_left = False
 
 
 async def abort(client: S3Client, key: str, upload_id: str) -> None:

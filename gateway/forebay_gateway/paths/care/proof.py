@@ -10,13 +10,15 @@ from pathlib import Path
 
 from forebay_gateway.cache.footer import find_footer
 from forebay_gateway.cache.reader import ShardReader
-from forebay_gateway.core.errors import Corrupt, ErrorRecord, ForebayError, from_record
+from forebay_gateway.core.errors import Corrupt, ErrorRecord, ForebayError, Unavailable, from_record
 from forebay_gateway.core.records import SessionRow, ShardRow
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.checksums import crc32c_of_chunks
+from forebay_wire.manifest import unpack_chunk_crcs
 
 # A check takes its place in the lane that drains to the tier: short jobs, so that neither waits long for the other.
 ITEMS_A_JOB = 32
@@ -30,6 +32,9 @@ async def check_cached(node: Node, evictor: Evictor, session: SessionRow, row: S
     """
     with node.catalog.read() as txn:
         item = shard_item(txn, session, row)
+    if crc32c_of_chunks(unpack_chunk_crcs(item.chunks), row.chunk_size, row.size) != row.crc32c:
+        # No file's fault: by such a row good bytes everywhere would be called bad.
+        raise Unavailable("the catalog's checksums of this shard contradict each other; rebuild the catalog", name=row.name)
     evictor.hold(row.key)
     try:
         return await _read(node, session, row, item, first, stop)

@@ -1,0 +1,200 @@
+"""The cache's disk fails call by call: every answer is an honest acknowledgement or a typed error that leaves nothing behind.
+
+strace makes system calls of a real gateway fail while a client saves, commits, drains and the cache evicts. FOREBAY_SOAK=1
+tries every call with every error at many places; without it about a dozen combinations stand for them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from crash.disks import DiskBench, Faults, report
+from crash.kit import LARGE, MIDDLE, RUN, SMALL, TEMP, until
+from forebay import CacheFull, CheckpointWriter, Client, ForebayError, Unavailable
+
+SOAK = os.environ.get("FOREBAY_SOAK") == "1"
+SIZES = {"large": LARGE, "middle": MIDDLE, "empty": 0}
+MANY = {"more": SMALL, "tiny": 1}
+AHEAD = 40  # ids and commit numbers that a run may come to use
+SHOWN_WITHIN_S = 5.0
+
+SHARD_CALLS = ("pwrite64", "write", "fsync", "fallocate", "rename", "unlink")
+CATALOG_CALLS = ("pwrite64,pwritev", "fdatasync")
+ERRORS = ("EIO", "ENOSPC", "EDQUOT")
+PLACES = ("1", "2", "3", "5", "1+", "3+")  # each thread counts its own calls
+FEW = {
+    ("shards", "pwrite64"): (("EIO", "2"), ("ENOSPC", "1+")),
+    ("shards", "write"): (("EIO", "1"), ("EDQUOT", "1+")),
+    ("shards", "fsync"): (("EIO", "1"), ("ENOSPC", "1+")),
+    ("shards", "fallocate"): (("EDQUOT", "1+"),),
+    ("shards", "rename"): (("EIO", "1"), ("EIO", "1+")),
+    ("shards", "unlink"): (("EIO", "1+"),),
+    ("directories", "fsync"): (("EIO", "1"), ("EIO", "1+")),
+    ("catalog", "pwrite64,pwritev"): (("EIO", "1"),),
+    ("catalog", "fdatasync"): (("ENOSPC", "2"),),
+}
+EVERY = tuple((error, place) for error in ERRORS for place in PLACES)
+RUNS = dict.fromkeys(FEW, EVERY) if SOAK else FEW
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@dataclass
+class Tally:
+    """What the runs of one test came to."""
+
+    runs: int = 0
+    faults: int = 0
+    refused: int = 0
+    ended: int = 0
+
+
+@pytest.mark.timeout(60 + 30 * 18 if SOAK else 120)
+@pytest.mark.parametrize(("where", "call"), RUNS, ids=lambda value: value.replace(",", "-"))
+def test_a_failing_call_is_told_and_loses_nothing(tmp_path: Path, stack: ExitStack, where: str, call: str) -> None:
+    bench = DiskBench(tmp_path, tmp_path, cache_keys="soft = 0.01")
+    stack.callback(bench.gateway.close)
+    bench.gateway.start()
+    tally = Tally()
+    for step, (error, place) in enumerate(RUNS[where, call], start=1):
+        print(f"step {step}: {call} at {where} fails with {error} at call {place}")
+        run_once(bench, tmp_path, step, where, call, error, place, tally)
+    assert tally.faults or SOAK
+    steps = set(range(1, tally.runs + 1))
+    bench.check_settled(steps)
+    bench.gateway.start()
+    with bench.client() as client:
+        for step in steps:
+            bench.compare(client, step)
+    report(
+        f"disk-faults-{where}-{call}",
+        runs=tally.runs,
+        faults=tally.faults,
+        refused=tally.refused,
+        gateways_ended=tally.ended,
+        acknowledged=len(bench.log.acknowledged),
+        lost=0,
+    )
+
+
+def run_once(bench: DiskBench, directory: Path, step: int, where: str, call: str, error: str, place: str, tally: Tally) -> None:
+    """A save while `call` fails, then what is left of it, then the same save again."""
+    tally.runs += 1
+    with bench.client(retry_s=0.0, admit_s=0.0) as client:
+        part = client.checkpoint(RUN, step, session="job-1")
+        if where == "shards":
+            bench.put(part, "first", SMALL)  # the session's directory is there, and its number known
+        with Faults(bench.gateway.pid, call, error, place, paths_of(bench, where), directory) as faults:
+            errors = save_as_far_as_it_goes(bench, client, part)
+            tally.refused += len(errors)
+            if where == "catalog" and faults.injected:
+                assert bench.gateway.wait_exit() == 1
+                tally.ended += 1
+            elif error in ("ENOSPC", "EDQUOT") and any(isinstance(each, CacheFull) for each in errors):
+                until(lambda: client.status().pressure.level == "refusing", "the full disk shows", SHOWN_WITHIN_S)
+        tally.faults += faults.injected
+        faults.check_no_second_fsync()
+        if bench.gateway.process is None:
+            assert "the catalog failed" in bench.gateway.tail()
+            bench.gateway.start()
+        assert bench.gateway.process is not None and bench.gateway.process.poll() is None, bench.gateway.tail()
+        assert "internal error" not in " ".join(map(str, errors))
+        until(lambda: client.status().pressure.level != "refusing", "space is there again", 2 * SHOWN_WITHIN_S)
+        if errors and step % 2 == 0:
+            part.abort()
+            forget(bench, step)
+    with bench.client() as client, client.checkpoint(RUN, step, session="job-1") as part:
+        for name, size in {"first": SMALL, **SIZES, **MANY}.items():
+            bench.put(part, name, size)  # what was acknowledged is found to be there
+        bench.commit(part)
+        bench.compare(client, step)
+    bench.check_visible()
+
+
+def save_as_far_as_it_goes(bench: DiskBench, client: Client, part: CheckpointWriter) -> list[ForebayError]:
+    """Every act of a save, none repeated; the errors there were, each of a kind that says what to do."""
+    errors: list[ForebayError] = []
+
+    def told(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (CacheFull, Unavailable) as error:
+            errors.append(error)
+
+    for name, size in SIZES.items():
+        told(partial(bench.put, part, name, size))
+    told(partial(bench.put_many, part, MANY))
+    if not errors:
+        told(partial(bench.commit, part))
+    if not errors:
+        told(partial(client.wait, RUN, part.step, "pfs", timeout=30))
+        told(partial(until, lambda: is_evicted(client, part.step), "eviction, or its failure", 5.0))
+    return errors
+
+
+def is_evicted(client: Client, step: int) -> bool:
+    """What is large, which is chosen first; or it cannot be, and the operator is told."""
+    evicted = {shard.name for shard in client.describe(RUN, step).shards if shard.state == "evicted"}
+    return "large" in evicted or any("'evict' fails" in alarm.what for alarm in client.status().alarms)
+
+
+def paths_of(bench: DiskBench, where: str) -> list[Path]:
+    """The names that the next save will use; strace knows paths only as a whole."""
+    data, incoming = bench.cache / "data", bench.cache / "incoming"
+    if where == "catalog":
+        return [bench.cache / "catalog" / "data.mdb"]
+    sessions = sorted(data.iterdir())
+    if where == "directories":
+        first = int(sessions[-1].name, 16) + 1 if sessions else 1
+        return [data, incoming, *(data / f"{number:016x}" for number in range(first, first + AHEAD))]
+    session = sessions[-1]
+    first = min(int(path.stem, 16) for path in session.glob("*.shard"))
+    paths = []
+    for number in range(first, first + AHEAD):
+        paths += [incoming / f"{number:016x}.tmp", session / f"{number:016x}.shard"]
+    for number in range(1, 100):
+        paths += [session / f"part-0-{number}.json", session / f"{TEMP}part-0-{number}.json"]
+    return paths
+
+
+def forget(bench: DiskBench, step: int) -> None:
+    """The job has aborted it."""
+    with bench.log.lock:
+        for known in [known for known in bench.log.acknowledged if known[0] == step]:
+            del bench.log.acknowledged[known]
+
+
+@pytest.mark.parametrize("calls", ["fsync", "fsync,unlink"], ids=["the commit fails", "and its file cannot be removed"])
+def test_a_commit_that_failed_and_was_aborted_never_comes_back(tmp_path: Path, stack: ExitStack, calls: str) -> None:
+    """Its part's file was there already when the directory's sync failed: to the next start it would prove a commit."""
+    bench = DiskBench(tmp_path, tmp_path)
+    stack.callback(bench.gateway.close)
+    bench.gateway.start()
+    with bench.client(retry_s=0.0) as client:
+        part = client.checkpoint(RUN, 1, session="job-1")
+        bench.put(part, "large", LARGE)
+        (session,) = (bench.cache / "data").iterdir()
+        paths = [session, *(session / f"part-0-{number}.json" for number in range(1, AHEAD))]
+        with Faults(bench.gateway.pid, calls, "EIO", "1+", paths, tmp_path) as faults, pytest.raises(Unavailable, match="EIO"):
+            bench.commit(part)
+        assert faults.injected
+        if "unlink" in calls:
+            assert list(session.glob("part-*.json")), "the file of the failed commit was to stay"
+        part.abort()
+    assert list((bench.cache / "data").iterdir()) == []
+    forget(bench, 1)
+    bench.gateway.kill()
+    bench.gateway.start()
+    with bench.client() as client:
+        assert bench.checkpoint(client, 1) is None
+        bench.save(client, 1, SIZES)
+    bench.check_settled({1})
