@@ -1,21 +1,32 @@
 # make demo    the main job on real input: two gateways, a real S3 server, one node lost, everything compared
 # make test    all checks and tests            make lint   ruff, mypy, import-linter
-# make bench   figures as ratios               make clean  what these targets made
+# make bench   figures as ratios               make soak   long faults and kills, and figures of them
+# make clean   what these targets made
 # make protos  stubs from the .proto files     make docs   README's table from the code
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := proto/forebay_wire/v1/gateway.proto proto/forebay_wire/v1/admin.proto
 
-.PHONY: demo test lint bench protos docs clean
+.PHONY: demo test lint bench soak protos docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Two at a time, each file on one worker: most tests wait for disks, processes and servers.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Hours, not minutes: the full matrices, many rounds of kills, and each safeguard removed once. Writes tests/README.md's figures.
+ROUNDS ?= 200
+soak: $(VENV)/.installed
+	rm -rf .bench/soak && mkdir -p .bench/soak
+	FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(CURDIR)/.bench/soak \
+	  $(BIN)/python -m pytest --timeout 14400 tests/crash tests/faults tests/hostile tests/model tests/integration
+	$(BIN)/python tests/soak/mutations.py --json .bench/soak/mutations.json
+	$(BIN)/python tests/soak/report.py .bench/soak
 
 demo: $(VENV)/.demo
 	$(BIN)/forebay demo

@@ -48,8 +48,8 @@ class AsyncClient:
     def __init__(
         self,
         address: str | None = None,
-        *,
         admit_timeout: float = 60.0,
+        *,
         retry_timeout: float = 60.0,
         progress: bool = True,
     ) -> None:

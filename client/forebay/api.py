@@ -51,8 +51,8 @@ class Client:
     def __init__(
         self,
         address: str | None = None,
-        *,
         admit_timeout: float = 60.0,
+        *,
         retry_timeout: float = 60.0,
         progress: bool = True,
     ) -> None:

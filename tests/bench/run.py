@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from bench.bare_grpc import BareStream, Measured, cpu_of
-from bench.machine import facts
 
 import forebay
+from bench.bare_grpc import BareStream, Measured, cpu_of
+from bench.machine import facts
 from forebay.demo.gateways import GatewayProcess, posix_tier
 
 CHUNK = 4 << 20

@@ -110,7 +110,8 @@ int close(int fd) {
     return real_call(fd);
 }
 
-static size_t shorter(size_t size) { return size > 4096 ? size / 2 / 4096 * 4096 : size > 1 ? size / 2 : size; }
+/* By whole blocks, as direct I/O is cut short. */
+static size_t shorter(size_t size) { return size > 8192 ? size / 2 / 4096 * 4096 : size > 4096 ? 4096 : size; }
 
 #define PWRITE_AS(name)                                                      \
     ssize_t name(int fd, const void *data, size_t size, off_t offset) {      \
@@ -152,6 +153,19 @@ PREAD_AS(pread64)
     }
 PREADV_AS(preadv)
 PREADV_AS(preadv64)
+
+/* What Python calls where the C library has it. */
+#define PREADV2_AS(name)                                                     \
+    ssize_t name(int fd, const struct iovec *parts, int count, off_t offset, int flags) { \
+        REAL(ssize_t, #name, int, const struct iovec *, int, off_t, int);    \
+        FAIL(PREAD, path_of(fd));                                            \
+        struct iovec first = parts[0];                                       \
+        if (action == SHORT) first.iov_len = shorter(first.iov_len);         \
+        ssize_t got = action ? real_call(fd, &first, 1, offset, flags) : real_call(fd, parts, count, offset, flags); \
+        return flipped(got, first.iov_base, action);                         \
+    }
+PREADV2_AS(preadv2)
+PREADV2_AS(preadv64v2)
 
 ssize_t read(int fd, void *data, size_t size) {
     REAL(ssize_t, "read", int, void *, size_t);

@@ -133,7 +133,7 @@ async def auto_read(line: Wire, turn: int, number: int) -> None:
 
 
 async def test_reads_cancelled_while_a_mover_fetches(gateway: GatewayProcess) -> None:
-    for turn in range(full(100)):
+    for turn in range(full(60)):
         gateway.cli("evict", "saved", "1")
         async with wire(gateway) as line:
             await at_once(8, 8, partial(auto_read, line, turn))

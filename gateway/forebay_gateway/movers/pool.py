@@ -208,18 +208,17 @@ class MoverProcess:
 
 
 class MoverPool:
-    """All movers of the node: `movers` for the drain to each tier, and as many for fetches."""
+    """All movers of the node: one for the drain to each tier, and `movers` for fetches."""
 
     def __init__(self, setup: Setup, tiers: Sequence[str], movers: int, clock: Clock, fetch_depth: int = 4) -> None:
         self._ids = itertools.count(1)
 
-        def lane(name: str, depth: int) -> list[MoverProcess]:
-            labels = [f"{name}-{number}" for number in range(movers)]
-            return [MoverProcess(label, msgspec.structs.replace(setup, name=label), depth, clock) for label in labels]
+        def mover(name: str, depth: int) -> MoverProcess:
+            return MoverProcess(name, msgspec.structs.replace(setup, name=name), depth, clock)
 
         # Drain jobs carry a batch each and run one at a time; fetches are single shards, so a few share a process.
-        self._lanes = {tier: lane(f"drain-{tier}", 1) for tier in tiers}
-        self._lanes[""] = lane("fetch", fetch_depth)
+        self._lanes = {tier: [mover(f"drain-{tier}-0", 1)] for tier in tiers}
+        self._lanes[""] = [mover(f"fetch-{number}", fetch_depth) for number in range(movers)]
         self._freed = asyncio.Condition()
 
     def next_job_id(self) -> int:

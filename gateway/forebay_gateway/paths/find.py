@@ -44,6 +44,7 @@ class Finder:
 
     async def complete(self, run: str, step: int) -> Found:
         """The complete session of a step; raises Incomplete with what is missing, NotFound, or Unavailable."""
+        self._check_stays(run, step)
         local = self._complete_here(run, step)
         if local is not None and self._whole_in_cache(local):
             return Found(local)
@@ -62,6 +63,13 @@ class Finder:
         if local is not None:
             return Found(local, self._unreachable())
         raise self._why_not(run, step, damaged)
+
+    def _check_stays(self, run: str, step: int) -> None:
+        """Raise NotFound for a checkpoint that is on its way out, though a tier that was away may hold its manifest yet."""
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(run, step)
+        if checkpoint is not None and checkpoint.deleting:
+            raise NotFound("this checkpoint is being deleted", run=run, step=step)
 
     def _complete_here(self, run: str, step: int) -> SessionRow | None:
         """The newest session that this catalog knows to be complete, in caches or on a tier."""

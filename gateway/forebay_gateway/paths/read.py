@@ -94,7 +94,8 @@ class ReadPath:
         if session:
             with self._node.catalog.read() as txn:
                 found = txn.find_session(run, step, session)
-                if found is not None and not is_complete(txn, found):
+                checkpoint = txn.checkpoint(run, step)
+                if found is not None and (checkpoint is None or checkpoint.deleting or not is_complete(txn, found)):
                     found = None
         if found is None:
             found = (await self._finder.complete(run, step)).session

@@ -51,6 +51,8 @@ class Retention:
     async def pin(self, run: str, step: int, pinned: bool) -> None:
         """Keep from eviction and retention, or no longer. Raises NotFound."""
         row = await self._known(run, step)
+        if row.deleting:
+            raise NotFound("this checkpoint is being deleted", run=run, step=step)
         await self._node.catalog.write(lambda txn: txn.set_pinned(row.run, row.step, pinned))
         self._node.changes.tell()
 
@@ -91,8 +93,12 @@ class Retention:
         reason: ForebayError | None = None
         try:
             await self._finder.complete(run, step)
-        except NotFound:
-            raise
+        except NotFound as error:
+            with self._node.catalog.read() as txn:
+                row = txn.checkpoint(run, step)
+            if row is None or not row.deleting:
+                raise
+            reason = error
         except ForebayError as error:  # incomplete, damaged or out of reach: what the catalog has can still be dealt with
             reason = error
         with self._node.catalog.read() as txn:

@@ -168,8 +168,6 @@ class WritePath:
 
     async def put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group."""
-        if len(shards) > SMALL_SHARDS_MAX:
-            raise InvalidArgument(f"a request has at most {SMALL_SHARDS_MAX} shards; send several", shards=len(shards))
         names = Counter(self._check_name(part, shard.name) for shard in shards)
         if len(names) != len(shards):
             raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
@@ -473,6 +471,12 @@ class Incoming:
         finally:
             self._reservation.release()
             self._claim.close()
+
+
+def check_group(count: int) -> None:
+    """Raise InvalidArgument for more small shards than one request may have."""
+    if count > SMALL_SHARDS_MAX:
+        raise InvalidArgument(f"a request has at most {SMALL_SHARDS_MAX} shards; send several", shards=count)
 
 
 def check_name(name: str) -> str:

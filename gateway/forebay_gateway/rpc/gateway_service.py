@@ -17,7 +17,7 @@ from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.paths.wait import Progress, Waiter
-from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath
+from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath, check_group
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, check_formed, streams
@@ -92,6 +92,7 @@ class GatewayService:
                 part = request.part
             if part is None:
                 raise InvalidArgument("the first message of a PutMany stream names the part")
+            check_group(len(request.shards))
             shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
             receipts = await self._paths.write.put_small(encode.part_ref(part), shards)
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])

@@ -82,6 +82,12 @@ class MonitoredTier:
             return PROBE_PAUSE_S_MAX
         try:
             proved = await self.tier.probe()
+            if not proved.conditional_create:
+                raise Unavailable(
+                    "the tier cannot create a document only where none is (conditional put, or a hard link), which a "
+                    "checkpoint's completion needs; it is not used",
+                    tier=self.name,
+                )
             if self.after_probe is not None:
                 await self.after_probe(proved)
         except ForebayError as error:
