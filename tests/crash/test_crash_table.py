@@ -369,10 +369,11 @@ def test_a_deletion_of_undrained_data_that_was_cut_off_is_no_alarm(bench: Bench)
     assert bench.gateway.wait_exit() == -signal.SIGKILL
     assert bench.shard_files() == {}
     bench.gateway.start()
-    assert bench.gateway.status()["alarms"] == []
+    # Until the tiers are proved and the deletion goes on, its copies wait in a held queue; nothing is called lost.
+    assert [alarm for alarm in bench.gateway.status()["alarms"] if "is held" not in alarm["what"]] == []
     with bench.client() as client:
         assert client.latest(RUN) is None
-        until(lambda: client.status().cache.used_bytes == 0, "the deletion ends")
-        assert client.status().alarms == ()
+        until(lambda: client.status().alarms == (), "the deletion ends")
+        assert client.status().cache.used_bytes == 0
     bench.gateway.terminate()
     bench.check_disk()
