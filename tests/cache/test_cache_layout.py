@@ -220,7 +220,7 @@ def test_part_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["durable.before_fsync", "durable.before_rename"])
 def test_a_part_file_that_fails_leaves_nothing(tmp_path: Path, point: str) -> None:
     cache = CacheDir.open(tmp_path, "n")
-    with failpoints.armed(f"{point}=error:EIO"), pytest.raises(Unavailable, match="cannot write the part.s file"):
+    with failpoints.armed(f"{point}=error:EIO"), pytest.raises(Unavailable, match=r"cannot write the part.s file"):
         cache.write_part(2, 1, 1, b"x")
     assert list(cache.scan()) == []
     cache.release()

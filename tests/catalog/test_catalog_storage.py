@@ -349,7 +349,15 @@ async def test_a_creation_cut_short_begins_again(tmp_path: Path) -> None:
 
 async def test_every_lmdb_error_at_open_becomes_a_start_up_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damage = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
-    for error in (*damage, lmdb.Error, lmdb.PanicError, lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadersFullError):
+    for error in (
+        *damage,
+        lmdb.Error,
+        lmdb.PanicError,
+        lmdb.DiskError,
+        lmdb.MemoryError,
+        lmdb.LockError,
+        lmdb.ReadersFullError,
+    ):
 
         def fail(*_: object, error: type[lmdb.Error] = error, **__: object) -> None:
             raise error("x")

@@ -84,9 +84,7 @@ def cluster_below(directory: Path, server: SeaweedFS) -> Iterator["Cluster[Bucke
     root = directory / "pfs"
     root.mkdir()
     tiers = [posix_tier(root), bucket.tier()]
-    a, b = (
-        GatewayProcess(directory, node, tiers, cache_keys=KEEPS_BAD, environment=server.environment) for node in ("a", "b")
-    )
+    a, b = (GatewayProcess(directory, node, tiers, cache_keys=KEEPS_BAD, environment=server.environment) for node in ("a", "b"))
     try:
         a.start(ready=False)
         b.start()

@@ -66,7 +66,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_timeout: Annotated[
         float, _key("A stream of a shard that sends nothing for this long is ended, and nothing of it kept.", "duration", low=1)
     ] = 60.0
-    movers: Annotated[int, _key("Mover processes that fetch for restores; each tier's drain has one of its own.", "whole number", low=1, high=16)] = 1
+    movers: Annotated[
+        int,
+        _key("Mover processes that fetch for restores; each tier's drain has one of its own.", "whole number", low=1, high=16),
+    ] = 1
     drain_timeout: Annotated[
         float, _key("Time to finish work under way at SIGTERM before it is cancelled.", "duration", high=3600)
     ] = 20.0
