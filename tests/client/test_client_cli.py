@@ -249,3 +249,20 @@ def test_names_cannot_steer_the_terminal(memory_call, memory: MemoryGateway) -> 
 
 def _process(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_serve_with_json_logs_one_object_a_line(tmp_path: Path) -> None:
+    (tmp_path / "gateway.toml").write_text(
+        f'[node]\nid = "n"\nlisten = ["unix://{tmp_path}/s.sock"]\n[cache]\npath = "{tmp_path}/cache"\ncapacity = "1GiB"\n'
+        f'[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tmp_path}/pfs"\n'
+    )
+    (tmp_path / "pfs").mkdir()
+    command = [*COMMAND, "serve", "--json", "--config", str(tmp_path / "gateway.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    first = json.loads(process.stderr.readline())
+    process.terminate()
+    rest = [json.loads(line) for line in process.stderr]
+    assert process.wait(30) == 0
+    assert first["message"].startswith("serving ") and all({"time", "level", "logger", "message"} <= set(line) for line in rest)
+    process.stderr.close()

@@ -66,7 +66,7 @@ def _fits(act: str, call: str, action: str) -> bool:
     if action in FULL:
         return call not in ("pread", "unlink") and act not in ("verify", "get", "read", "delete")
     if action == "flip":
-        return call == "pread" and act != "get"  # documents carry a checksum of their own
+        return call == "pread" and act not in ("get", "replace")  # documents carry a checksum of their own
     return action != "short" or call in ("pwrite", "pread")
 
 
@@ -179,7 +179,7 @@ async def main(root: Path, control: Path) -> None:
     policy = RetryPolicy(attempts=2, first_s=0.01, cap_s=0.02, total_s=30.0)
     tiers: dict[bool, Tier] = {}
     for direct in (True, False):
-        bare = PosixTier("pfs", root, direct=direct, metadata_timeout_s=TIMEOUT_S, data_timeout_s=TIMEOUT_S)
+        bare = PosixTier("pfs", root, direct=direct, metadata_timeout_s=TIMEOUT_S, data_timeout_s=TIMEOUT_S, lock_ttl_s=1.0)
         await bare.probe()
         tiers[direct] = RetryingTier(bare, SystemClock(), policy)
     for number, each in enumerate(cells(), start=1000):

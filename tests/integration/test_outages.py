@@ -109,3 +109,23 @@ def test_a_mover_that_is_killed_costs_a_retry_only(make: MakeGateway, root: Path
     assert mover["restarts"] == 1
     assert mover["pid"] != pid
     assert not [name for name in files_below(root / job.run) if ".tmp" in name or name.startswith(".")]
+
+
+def test_an_unmounted_root_is_not_an_empty_tier_after_a_restart(make: MakeGateway, root: Path, tmp_path: Path) -> None:
+    """The mount point stands there empty when the gateway starts again: nothing is put below it, and the tier is away."""
+    gateway = make(tiers=[posix_tier(root)]).start()
+    job = Job(writers=1)
+    job.save(gateway, 0)
+    job.wait(gateway, "pfs")
+    gateway.terminate()
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    gateway.start()
+    found = eventually(lambda: tier_of(gateway), lambda tier: tier["state"] == "away")
+    assert "tier.json" in str(found["reason"])
+    later = Job(step=job.step + 1, writers=1)
+    later.save(gateway, 0)
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    later.wait(gateway, "pfs")

@@ -216,6 +216,7 @@ class Completion:
         """A manifest is there. Ours (an answer was lost): fine. An older session's: replaced. A newer one's: we yield."""
         there, info = await self._read_manifest(key)
         if there is not None and there.session == session.session:
+            await self._tier.tier.settle(key)
             return True
         if there is None or self._is_older(session, there):
             await self._tier.tier.put_small(key, manifest.to_json(), if_match=info.tag)
@@ -268,6 +269,7 @@ class Completion:
         if there.session == session.session:
             if not self._all_verified_here(session):
                 return False  # begun before a restart: proved first, since what is complete may be evicted
+            await self._tier.tier.settle(key)
             await self._finished(session, PublishState.COMPLETE)
             return True
         if self._is_older(session, there):

@@ -148,6 +148,10 @@ class Tier(ABC):
     async def point(self, key: str, target: str) -> None:
         """Make `key` a symbolic link to `target`, atomically replaced; a no-op on tiers without links."""
 
+    async def settle(self, key: str) -> None:
+        """What is there under this name is durable when it returns, also where the write that made it failed at its last act.
+        A no-op on tiers that show nothing before it is durable."""
+
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Give up a recorded multipart upload (or temporary file); gone when it returns, also when it was not there."""
 

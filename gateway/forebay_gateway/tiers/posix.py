@@ -342,7 +342,8 @@ class PosixTier(Tier):
             try:
                 return await self._run("replace", key, self._replace_locked, key, path, data, tag, lock)
             finally:
-                await self._bounded("unlock", key, self._thread(lock.release, self._clock))
+                with contextlib.suppress(OSError, Unavailable):  # then it ages, and is taken over
+                    await self._bounded("unlock", key, self._thread(lock.release, self._clock))
         except NotFound as error:
             raise AlreadyExists("the file has another version: it is gone", tier=self.name, key=key) from error
 
@@ -464,6 +465,9 @@ class PosixTier(Tier):
             finally:
                 temp.unlink(missing_ok=True)
         durable.sync_dir(path.parent)
+
+    async def settle(self, key: str) -> None:
+        await self._run("fsync", key, durable.sync_dir, self._path(key).parent)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         if not upload_id.startswith(durable.TEMP_PREFIX) or "/" in upload_id:

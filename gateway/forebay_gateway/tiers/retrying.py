@@ -119,7 +119,10 @@ class RetryingTier(TierWrapper):
             found, info = await self.get_small(key)
         except NotFound:
             return None
-        return info if found == data else None
+        if found != data:
+            return None
+        await self._run(lambda: self.inner.settle(key))
+        return info
 
     async def get_small(self, key: str, limit_bytes: int = 256 << 20) -> tuple[bytes, ObjectInfo]:
         return await self._run(lambda: self.inner.get_small(key, limit_bytes))

@@ -62,6 +62,9 @@ class TierWrapper(Tier):
     async def point(self, key: str, target: str) -> None:
         await self.inner.point(key, target)
 
+    async def settle(self, key: str) -> None:
+        await self.inner.settle(key)
+
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await self.inner.abort_upload(key, upload_id)
 
