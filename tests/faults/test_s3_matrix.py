@@ -13,12 +13,12 @@ import pytest_asyncio
 
 from conformance.tier_kit import BytesSource, blob, s3_settings
 from faults.proxy import FaultyProxy, faulty_proxy
-from faults.results import cell
+from faults.results import SOAK, cell
 from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import ForebayError
-from forebay_gateway.tiers import s3_multipart
+from forebay_gateway.tiers import s3_errors, s3_multipart
 from forebay_gateway.tiers.base import Capabilities, PutOptions, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
@@ -161,6 +161,7 @@ class Trial:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_errors, "_SLOW_DOWN_S", 0.05)
     monkeypatch.setattr(s3_multipart, "_PART_POLICY", POLICY)
     monkeypatch.setattr(s3_multipart, "_COMPLETE_POLICY", POLICY)
     monkeypatch.setattr(s3_multipart, "_ABORT_TIMEOUT_S", 2.0)
@@ -221,7 +222,7 @@ def _struck(proxy: FaultyProxy, each: Cell) -> int:
     return proxy.calls.count(each.act.call)
 
 
-@pytest.mark.parametrize("each", [each for each in cells() if each.outcome.helps], ids=str)
+@pytest.mark.parametrize("each", [each for each in cells() if each.outcome.helps][:: 1 if SOAK else 3], ids=str)
 async def test_fault_that_strikes_once_is_overcome(bench: Bench, quick: None, each: Cell) -> None:
     policy = PATIENT if each.kind.name == "refused" else POLICY
     with cell("s3 once", each):
@@ -239,7 +240,7 @@ async def test_fault_that_strikes_once_is_overcome(bench: Bench, quick: None, ea
                 await bench.proxy.clear()
 
 
-@pytest.mark.parametrize("fault", [each for each in cells() if each.act.name == "put"], ids=str)
+@pytest.mark.parametrize("fault", [each for each in cells() if each.act.name == "put"][:: 1 if SOAK else 3], ids=str)
 async def test_probe_never_claims_more_than_is_true(bench: Bench, quick: None, fault: Cell) -> None:
     """A fault during the probe: it fails, or what it says holds."""
     with cell("s3 probe", fault.kind.name):
