@@ -223,13 +223,18 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway) -> None
         with client.checkpoint("r", 1) as ckpt:
             ckpt.put("a", b"x")
             ckpt.commit()
-        command = [*COMMAND, "--address", memory.address, "wait", "r", "1", "pfs"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        deadline_s = time.monotonic() + 20
-        while "Wait" not in memory.calls and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        # A shell's background job starts with SIGINT ignored, and so does everything below it: take the signal's own way back.
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from forebay.cli import main; main()"
+        command = [sys.executable, "-c", code, "--address", memory.address, "wait", "r", "1", "pfs"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                deadline_s = time.monotonic() + 20
+                while "Wait" not in memory.calls and time.monotonic() < deadline_s:
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=20)
+            finally:
+                process.kill()
     assert (process.returncode, out) == (130, "") and "Traceback" not in err
 
 
