@@ -15,10 +15,10 @@ from forebay_gateway.tiers.base import ObjectInfo, StorageFull, Tier
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.metered import MeteredTier, TierMeter
-from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.s3 import S3Tier
-from forebay_gateway.tiers.s3_limit import AdaptiveLimit
+from forebay_gateway.tiers.s3.limit import AdaptiveLimit
+from forebay_gateway.tiers.s3.tier import S3Tier
 from forebay_gateway.tiers.throttled import ThrottledTier, TokenBucket
 from forebay_gateway.tiers.wrapper import TierWrapper
 

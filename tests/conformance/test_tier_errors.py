@@ -26,10 +26,11 @@ from forebay_gateway.core.errors import (
     Unavailable,
     Unsupported,
 )
-from forebay_gateway.tiers import posix_errors, s3_errors
 from forebay_gateway.tiers.base import StorageFull
-from forebay_gateway.tiers.s3_body import Body
-from forebay_gateway.tiers.s3_multipart import MAX_PARTS, MIN_PART_BYTES, encode_crc, full_object_crc, part_size
+from forebay_gateway.tiers.posix import errors as posix_errors
+from forebay_gateway.tiers.s3 import errors as s3_errors
+from forebay_gateway.tiers.s3.body import Body
+from forebay_gateway.tiers.s3.multipart import MAX_PARTS, MIN_PART_BYTES, encode_crc, full_object_crc, part_size
 
 NOW_S = 1_800_000_000.0
 

@@ -23,8 +23,8 @@ from forebay_gateway.core.errors import (
     Unavailable,
 )
 from forebay_gateway.tiers.base import PutOptions, StorageFull, Tier
-from forebay_gateway.tiers.posix import PosixTier
-from forebay_gateway.tiers.posix_files import Buffers, OpenFile
+from forebay_gateway.tiers.posix.files import Buffers, OpenFile
+from forebay_gateway.tiers.posix.tier import PosixTier
 
 FailAt = Callable[[str], None]
 
@@ -366,7 +366,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from conformance.tier_kit import BytesSource, blob
 from forebay_gateway.tiers.base import PutOptions
-from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.posix.tier import PosixTier
 
 async def record(upload_id):
     print(upload_id, flush=True)

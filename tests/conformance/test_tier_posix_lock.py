@@ -13,8 +13,8 @@ import pytest
 
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import AlreadyExists, Unavailable
-from forebay_gateway.tiers.posix import PosixTier
-from forebay_gateway.tiers.posix_lock import lock_path, try_lock
+from forebay_gateway.tiers.posix.lock import lock_path, try_lock
+from forebay_gateway.tiers.posix.tier import PosixTier
 
 
 @pytest.fixture

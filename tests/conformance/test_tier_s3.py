@@ -22,10 +22,10 @@ from forebay_gateway.core.errors import (
     Unavailable,
     Unsupported,
 )
-from forebay_gateway.tiers import s3_multipart
 from forebay_gateway.tiers.base import Capabilities, PutOptions
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.s3 import S3Tier
+from forebay_gateway.tiers.s3 import multipart as s3_multipart
+from forebay_gateway.tiers.s3.tier import S3Tier
 
 pytestmark = pytest.mark.s3
 

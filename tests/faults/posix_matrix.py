@@ -16,7 +16,7 @@ from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.chunks import verified_chunks
-from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
 
 TIMEOUT_S = 0.4

@@ -18,12 +18,13 @@ from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import ForebayError
-from forebay_gateway.tiers import s3_errors, s3_multipart
 from forebay_gateway.tiers.base import Capabilities, PutOptions, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.s3 import S3Tier
-from forebay_gateway.tiers.s3_client import S3Timeouts
+from forebay_gateway.tiers.s3 import errors as s3_errors
+from forebay_gateway.tiers.s3 import multipart as s3_multipart
+from forebay_gateway.tiers.s3.client import S3Timeouts
+from forebay_gateway.tiers.s3.tier import S3Tier
 
 pytestmark = [pytest.mark.s3, pytest.mark.asyncio(loop_scope="module")]
 

@@ -33,8 +33,8 @@ class Mutation:
 
 GATEWAY = "gateway/forebay_gateway"
 WRITER, READER = f"{GATEWAY}/cache/writer.py", f"{GATEWAY}/cache/reader.py"
-DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix.py"
-S3, MANIFEST = f"{GATEWAY}/tiers/s3.py", "proto/forebay_wire/manifest.py"
+DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
+S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
 
 MUTATIONS = (
     Mutation("cache: fsync of the file", WRITER, "os.fsync(descriptor)", "pass", ("tests/cache/test_cache_writer.py",)),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "posix: fsync of the file",
-        f"{GATEWAY}/tiers/posix_files.py",
+        f"{GATEWAY}/tiers/posix/files.py",
         "os.fsync(descriptor)",
         "pass",
         ("tests/conformance/test_tier_posix.py",),

@@ -12,10 +12,10 @@ from forebay_gateway.core.errors import InvalidArgument
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.metered import MeteredTier, TierMeter
-from forebay_gateway.tiers.posix import PosixTier
+from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.s3 import S3Tier
-from forebay_gateway.tiers.s3_client import S3Settings
+from forebay_gateway.tiers.s3.client import S3Settings
+from forebay_gateway.tiers.s3.tier import S3Tier
 from forebay_gateway.tiers.throttled import ThrottledTier
 
 

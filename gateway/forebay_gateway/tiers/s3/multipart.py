@@ -1,6 +1,6 @@
 """A large object in parts: begin, send, complete; or give up and leave nothing.
 
-Owns part sizes, their order of acts and the doubt after a lost answer. Does not own single requests (s3_client), nor a whole
+Owns part sizes, their order of acts and the doubt after a lost answer. Does not own single requests (client.py), nor a whole
 put's repetition (retrying): only parts are repeated here, since their bytes are at hand and identical.
 """
 
@@ -17,10 +17,10 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.tiers.base import PutOptions, Source
 from forebay_gateway.tiers.retrying import Retries, RetryPolicy
-from forebay_gateway.tiers.s3_body import Body
-from forebay_gateway.tiers.s3_client import S3Client
-from forebay_gateway.tiers.s3_errors import code_of
-from forebay_gateway.tiers.s3_limit import AdaptiveLimit
+from forebay_gateway.tiers.s3.body import Body
+from forebay_gateway.tiers.s3.client import S3Client
+from forebay_gateway.tiers.s3.errors import code_of
+from forebay_gateway.tiers.s3.limit import AdaptiveLimit
 from forebay_gateway.tiers.window import Window
 from forebay_wire.checksums import crc32c_of_chunks
 

@@ -1,7 +1,7 @@
 """A bucket of an object store as a tier.
 
-Owns which request serves which verb. Does not own connections (s3_client), large objects (s3_multipart), the probe (s3_probe),
-nor what errors mean (s3_errors). It asks the probe's record before it relies on anything a store may lack.
+Owns which request serves which verb. Does not own connections (client.py), large objects (multipart.py), the probe (probe.py),
+nor what errors mean (errors.py). It asks the probe's record before it relies on anything a store may lack.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from forebay_gateway.core.errors import (
 from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.keys import directory_of
 from forebay_gateway.tiers.readback import check_size, check_stream
-from forebay_gateway.tiers.s3_body import Body
-from forebay_gateway.tiers.s3_client import S3Client, S3Settings
-from forebay_gateway.tiers.s3_errors import code_of
-from forebay_gateway.tiers.s3_limit import AdaptiveLimit
-from forebay_gateway.tiers.s3_multipart import (
+from forebay_gateway.tiers.s3.body import Body
+from forebay_gateway.tiers.s3.client import S3Client, S3Settings
+from forebay_gateway.tiers.s3.errors import code_of
+from forebay_gateway.tiers.s3.limit import AdaptiveLimit
+from forebay_gateway.tiers.s3.multipart import (
     Upload,
     abort,
     check_echo,
@@ -36,7 +36,7 @@ from forebay_gateway.tiers.s3_multipart import (
     sweep_uploads,
     uploads_below,
 )
-from forebay_gateway.tiers.s3_probe import PUT_CHECKSUM, probe
+from forebay_gateway.tiers.s3.probe import PUT_CHECKSUM, probe
 from forebay_wire.checksums import crc32c
 
 _PLAIN = PutOptions()

@@ -13,7 +13,7 @@ from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.tiers.base import Capabilities
 
 if TYPE_CHECKING:
-    from forebay_gateway.tiers.posix import PosixTier
+    from forebay_gateway.tiers.posix.tier import PosixTier
 
 
 async def probe(tier: "PosixTier") -> Capabilities:

@@ -1,7 +1,7 @@
 """What an answer, or no answer, of an object store means. One table.
 
 Owns the classification of botocore's and aiohttp's errors. Does not own telling a missing key from a missing bucket where the
-answer does not say it (s3_client asks for the bucket), nor what is done about an error.
+answer does not say it (client.py asks for the bucket), nor what is done about an error.
 """
 
 import asyncio

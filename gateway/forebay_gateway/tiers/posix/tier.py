@@ -1,8 +1,8 @@
 """A directory of a (parallel) file system as a tier: plain files under their own names.
 
 Owns the order of acts that makes a file count: temporary name beside the target, write, fsync, close, read back and check every
-chunk, rename, fsync of the directory. Does not own descriptors and buffers (posix_files), the lock of a document (posix_lock),
-nor what an errno means (posix_errors).
+chunk, rename, fsync of the directory. Does not own descriptors and buffers (files.py), the lock of a document (lock.py),
+nor what an errno means (errors.py).
 
 `.forebay/tier.json` marks the root. Without it the root is away (not mounted, or removed), never empty: an absent file is
 NotFound only beside its marker, and nothing is written below a root that lacks it. Only probe() makes the marker, and only in
@@ -31,11 +31,11 @@ from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.keys import check_key, directory_of
-from forebay_gateway.tiers.posix_errors import translate
-from forebay_gateway.tiers.posix_files import Buffers, OpenFile
-from forebay_gateway.tiers.posix_lock import LOCK_PREFIX, HeldLock, try_lock
-from forebay_gateway.tiers.posix_marker import Marker
-from forebay_gateway.tiers.posix_probe import probe
+from forebay_gateway.tiers.posix.errors import translate
+from forebay_gateway.tiers.posix.files import Buffers, OpenFile
+from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, try_lock
+from forebay_gateway.tiers.posix.marker import Marker
+from forebay_gateway.tiers.posix.probe import probe
 from forebay_gateway.tiers.readback import check_chunk, check_size
 from forebay_gateway.tiers.window import Window
 from forebay_wire.checksums import crc32c

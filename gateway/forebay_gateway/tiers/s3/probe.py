@@ -1,6 +1,6 @@
 """What an object store can do, found out by doing it below `.forebay/probe/`. Nothing is believed from a version or a header.
 
-Owns the trial and its cleaning up. The record it makes is what s3 and s3_multipart ask.
+Owns the trial and its cleaning up. The record it makes is what tier.py and multipart.py ask.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ from typing import Any
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.tiers.base import Capabilities
-from forebay_gateway.tiers.s3_body import Body
-from forebay_gateway.tiers.s3_client import S3Client
-from forebay_gateway.tiers.s3_errors import clock_skew_s
-from forebay_gateway.tiers.s3_multipart import MAX_PARTS, MIN_PART_BYTES, abort, encode_crc, full_object_crc, sweep_uploads
+from forebay_gateway.tiers.s3.body import Body
+from forebay_gateway.tiers.s3.client import S3Client
+from forebay_gateway.tiers.s3.errors import clock_skew_s
+from forebay_gateway.tiers.s3.multipart import MAX_PARTS, MIN_PART_BYTES, abort, encode_crc, full_object_crc, sweep_uploads
 from forebay_wire.checksums import crc32c
 
 # In Capabilities.notes where the store refuses a single put whose CRC32C is wrong.

@@ -1,7 +1,7 @@
 """One connection pool to one bucket: makes calls, bounds their time, translates their errors.
 
-Owns the aiobotocore client and its settings. Does not own what the calls are for (s3, s3_multipart, s3_probe), nor repeating
-them: botocore's own retries are off, since only the callers know what may be repeated.
+Owns the aiobotocore client and its settings. Does not own what the calls are for (tier.py, multipart.py, probe.py), nor
+repeating them: botocore's own retries are off, since only the callers know what may be repeated.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from aiobotocore.session import get_session
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.tiers.keys import check_key
-from forebay_gateway.tiers.s3_errors import MISSING_BUCKET, code_of, translate
+from forebay_gateway.tiers.s3.errors import MISSING_BUCKET, code_of, translate
 
 # Beside the transfers: heads, documents, an abort.
 _SPARE_CONNECTIONS = 6

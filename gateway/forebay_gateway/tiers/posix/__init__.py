@@ -1,0 +1,1 @@
+"""The POSIX tier: plain files on a mounted file system."""
