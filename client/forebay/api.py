@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from forebay import directories
+from forebay.background import COMMITS, TIMEOUT_S, Background
+from forebay.background_checkpoint import BackgroundCheckpoint
 from forebay.care import Care
 from forebay.connection import Connection
 from forebay.convert import record
@@ -46,6 +48,11 @@ class Client:
     `address` is "unix:///path", "host:port", or None for FOREBAY_ADDRESS, else the default socket. Nothing is opened before the
     first call. `admit_timeout` is how many seconds a put waits for space before CacheFull, `retry_timeout` how many any call
     repeats itself while the gateway is away before Unavailable. `progress=False` turns progress bars off.
+
+    `background_bytes` is the most memory that puts in the background may hold (default: FOREBAY_BACKGROUND_BYTES, such as
+    "16GiB", else 4 GiB). It is taken as it is needed and kept until close(), so that it is warm for the next save; a single
+    shard may not be larger. `background_timeout` is how many seconds such a put waits for a free buffer, and async_checkpoint()
+    for its predecessor, before DeadlineExceeded.
     """
 
     def __init__(
@@ -55,19 +62,39 @@ class Client:
         *,
         retry_timeout: float = 60.0,
         progress: bool = True,
+        background_bytes: int | None = None,
+        background_timeout: float = TIMEOUT_S,
     ) -> None:
         self._connection = Connection(address, RetryPolicy(admit_timeout, retry_timeout))
         self._progress = progress
+        self._background = Background(background_bytes, background_timeout)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._connection, self._progress, self._background.size, self._background.timeout_s
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._connection, self._progress, size, timeout_s = state
+        self._background = Background(size, timeout_s)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Finish what has been committed in the background, then close the connection; other calls under way end.
+
+        Raises the failure of a background commit that nobody has seen.
+        """
+        try:
+            self._background.close()
+        finally:
+            self._connection.close()
 
     def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise  # else the block's own error is the one to show; this one has been logged
 
     # Saving
 
@@ -86,7 +113,34 @@ class Client:
             raise Unsupported("lane 'fd': this client sends over 'stream'")
         part_ref(run, step, "any", writer, writers)
         chosen = default_session(writers) if session is None else session
-        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers))
+        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers), self._background)
+
+    def async_checkpoint(
+        self,
+        run: str,
+        step: int,
+        writers: int = 1,
+        writer: int = 0,
+        session: str | None = None,
+        lane: str = "auto",
+        *,
+        in_flight: int = 1,
+    ) -> BackgroundCheckpoint:
+        """As checkpoint(), but its puts only snapshot, and its commit returns at once with a handle; all else overlaps.
+
+        At most `in_flight` checkpoints of this client are being saved at a time: this call waits until the ones before are
+        committed, then raises the failure of one that nobody has seen yet (nothing is begun then). Raises DeadlineExceeded.
+        """
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 1 <= in_flight <= COMMITS:
+            raise InvalidArgument(f"in_flight must be 1 to {COMMITS}, not {in_flight!r}")
+        part = self.checkpoint(run, step, writers, writer, session, lane)
+        self._background.admit(in_flight, f"save {run}/{step} in the background")
+        return BackgroundCheckpoint(self._connection, self._background, part)
+
+    def prefault_background(self, size: int | None = None) -> None:
+        """Have memory behind `size` bytes of the background's buffers (all, where None), so that the first save is as fast as
+        the next ones."""
+        self._background.fault_in(size)
 
     def save_dir(
         self,
