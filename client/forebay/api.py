@@ -31,7 +31,7 @@ from forebay.types import (
     Status,
     WaitProgress,
 )
-from forebay.waiting import OnProgress, wait_for
+from forebay.waiting import OnProgress, check_level, wait_for
 from forebay.writer import CheckpointWriter, part_ref
 from forebay_wire.names import InvalidName, check_run, check_step
 from forebay_wire.v1 import admin_pb2
@@ -158,12 +158,14 @@ class Client:
     ) -> SaveSummary:
         """Save every file below `path` as a shard of this writer's part and commit it; `wait` and `timeout` as in commit().
 
-        What cannot be saved is an error that names it, before anything is sent.
+        What cannot be saved, or a level that the gateway does not have, is an error that names it, before anything is sent.
         """
         started_s = time.monotonic()
         files = directories.walk(Path(path))
         total = sum(size for _, size in files.values())
-        with self.checkpoint(run, step, writers, writer, session) as part:
+        part = self.checkpoint(run, step, writers, writer, session)
+        check_level(self._connection, run, step, wait)
+        with part:
             with byte_counter(f"save {run}/{step}", total, self._progress) as count:
                 directories.put_files(part, files, _checked_streams(streams), count)
             receipt = part.commit(metadata, wait, timeout)
@@ -225,8 +227,16 @@ class Client:
     # Restoring
 
     def open(self, run: str, step: int, *, source: str = "auto") -> Reader:
-        """A complete checkpoint for reading; `source` limits it to "cache" or a tier. Raises NotFound, Incomplete(missing)."""
+        """A complete checkpoint for reading; `source` limits it to "cache", "peer" or a tier.
+
+        Raises NotFound, Incomplete(missing), InvalidArgument for a source that the gateway does not have.
+        """
         found = self._describe(run, step)
+        known = ("auto", "cache", "peer", *(level.level for level in found.levels if level.level != "cache"))
+        if source not in known:
+            raise InvalidArgument(
+                f"there is no source {source!r} to read {run}/{step} from; this gateway has {', '.join(known)}"
+            )
         if not found.complete:
             lacks = "; ".join(map(str, found.missing[:5])) or found.reason or "nothing known"
             raise Incomplete(f"checkpoint {run}/{step} is not complete; missing: {lacks}", missing=found.missing)

@@ -9,16 +9,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from contextvars import Context
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from forebay import cancel
 from forebay.buffers import DEFAULT_BYTES, ENVIRONMENT, PAGE_BYTES, BufferPool, Region, parse_size
 from forebay.errors import Corrupt, DeadlineExceeded, InvalidArgument
+from forebay.pending import finished
 from forebay.snapshot import BLOCK_BYTES, Copier, SnapshotSource
-from forebay.sources import Source
+from forebay.sources import BufferSource, Source
 from forebay.types import Receipt
 
 # Shards sent at a time. The trainer needs the cores; more streams would not make one disk faster.
@@ -27,64 +29,10 @@ COMMITS = 8
 TIMEOUT_S = 300.0
 # Small shards of one put_many share a region up to this size, so that the first are under way while the last are copied.
 BATCH_BYTES_MAX = 8 << 20
-_LOOK_S = 0.1
+# Nothing is sent while the trainer snapshots, nor between the puts of one loop: sending would take the cores from it.
+QUIET_S = 0.02
 
 Send = Callable[[Mapping[str, Source]], dict[str, Receipt]]
-_Value = TypeVar("_Value")
-
-
-class Pending(Generic[_Value]):
-    """What a put in the background will come to. Thread-safe."""
-
-    def __init__(self, doing: str, futures: Sequence["Future[dict[str, Receipt]]"], value: Callable[[], _Value]) -> None:
-        self._doing = doing
-        self._futures = futures
-        self._value = value
-        self._pid = os.getpid()
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return all(future.done() for future in self._futures)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Its error once it has ended, None where it went well. Raises DeadlineExceeded after `timeout` seconds."""
-        if self._pid != os.getpid():
-            raise InvalidArgument(f"{self._doing}: it belongs to the process that this one was forked from")
-        if not finished(self._futures, timeout):
-            raise DeadlineExceeded(f"{self._doing}: still under way timeout_s={timeout}")
-        return next((error for future in self._futures if (error := _error(future, self._doing)) is not None), None)
-
-    def result(self, timeout: float | None = None) -> _Value:
-        """What the put would have returned, once it is durable. Raises what it would have raised, and DeadlineExceeded."""
-        if (error := self.exception(timeout)) is not None:
-            raise error
-        return self._value()
-
-
-def finished(futures: "Collection[Future[_Value]]", timeout_s: float | None, *, when: str = FIRST_EXCEPTION) -> bool:
-    """Wait for all futures, or for the first by `when`; False where time is over. Obeys the current cancel scope."""
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
-        cancel.check()
-        remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        slice_s = remaining_s
-        if cancel.in_scope():
-            slice_s = _LOOK_S if remaining_s is None else min(_LOOK_S, remaining_s)
-        done, left = wait(futures, slice_s, return_when=when)
-        if not left or (when == FIRST_COMPLETED and done) or (when == FIRST_EXCEPTION and any(map(_failed, done))):
-            return True
-        if remaining_s == slice_s:
-            return False
-
-
-def _failed(future: "Future[_Value]") -> bool:
-    return future.cancelled() or future.exception() is not None
-
-
-def _error(future: "Future[_Value]", doing: str) -> BaseException | None:
-    if not future.done():
-        return None
-    return cancel.Cancelled(f"{doing}: the part was aborted") if future.cancelled() else future.exception()
 
 
 class Commit(Protocol):
@@ -125,6 +73,9 @@ class Background:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
+        self._calm = threading.Condition()
+        self._copying = 0
+        self._copied_s = 0.0
         self.pool = BufferPool(self.size)
         self.copier = Copier()
         self._uploads: ThreadPoolExecutor | None = None
@@ -150,6 +101,25 @@ class Background:
                 self.copier.fault_in(region)
             finally:
                 region.release()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """The trainer waits for a copy meanwhile."""
+        with self._calm:
+            self._copying += 1
+        try:
+            yield
+        finally:
+            with self._calm:
+                self._copying -= 1
+                self._copied_s = time.monotonic()
+                self._calm.notify_all()
+
+    def await_calm(self) -> None:
+        """Return once the trainer has gone on, or waits for buffers."""
+        with self._calm:
+            while (remaining_s := self._copied_s + QUIET_S - time.monotonic()) > 0 or self._copying:
+                self._calm.wait(None if self._copying else remaining_s)
 
     def upload(self, part: "PartPuts", act: Callable[[], dict[str, Receipt]]) -> "Future[dict[str, Receipt]]":
         """Send something on one of the threads, `part`'s."""
@@ -287,11 +257,14 @@ class PartPuts:
             return None, {name: SnapshotSource(memoryview(b"")) for name in sources}
         label = f"put {next(iter(sources))!r}"
         region = self._background.pool.take(size, self._background.timeout_s, label, lambda: self.check(sources))
+        copier = self._background.copier
+        in_memory = all(isinstance(source, BufferSource) for source in sources.values())  # a slow file must not hold uploads up
         try:
-            copier = self._background.copier
-            return region, {
-                name: copier.copy(source, region, places[name], f"shard {name!r}") for name, source in sources.items()
-            }
+            with self._background.copying() if in_memory else nullcontext():
+                copies = {
+                    name: copier.copy(source, region, places[name], f"shard {name!r}") for name, source in sources.items()
+                }
+            return region, copies
         except BaseException:
             region.release()
             raise
@@ -317,6 +290,7 @@ class PartPuts:
     def carry_out(self, job: "_Job") -> dict[str, Receipt]:
         """On a thread of the background: send a job's shards."""
         try:
+            self._background.await_calm()
             with self._scope.entered():
                 cancel.check()
                 return job.send()

@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Any
 
 from forebay import cancel
-from forebay.background import Background, Pending, finished
+from forebay.background import Background
 from forebay.connection import Connection
 from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument
+from forebay.pending import Pending, finished
 from forebay.types import CommitReceipt, Receipt
 from forebay.waiting import wait_for
 from forebay.writer import CheckpointWriter, metadata_json

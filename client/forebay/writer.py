@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from forebay.background import Background, PartPuts, Pending
+from forebay.background import Background, PartPuts
 from forebay.connection import CALL_TIMEOUT_S, Connection
 from forebay.convert import record
 from forebay.errors import AlreadyExists, DeadlineExceeded, ForebayError, InvalidArgument
 from forebay.lanes import stream
+from forebay.pending import Pending
 from forebay.retry import RetryPolicy
 from forebay.snapshot import snapshotted
 from forebay.sources import Source, source_of
