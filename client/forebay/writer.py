@@ -309,7 +309,7 @@ def part_ref(run: str, step: int, session: str, writer: int, writers: int) -> pb
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str):
-        raise InvalidArgument(f"a shard name must be text, not {type(name).__name__}")
+        raise InvalidArgument(f"a shard name must be text, not {name!r}")
     try:
         check_shard_name(name)
     except InvalidName as error:
