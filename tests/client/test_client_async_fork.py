@@ -53,7 +53,7 @@ async def test_care_with_await(real, tmp_path) -> None:
             assert (await anext(copies)).state == "good"  # and no more: the command ends at the gateway
         assert (await care.scrub()).state
         assert [found async for found in care.fsck(deep=True)] == [found async for found in care.repair()] == []
-        (real.directory / "pfs/stray").write_bytes(b"x")
+        next((real.directory / "pfs/r").glob("step-*/*/a")).with_name("stray").write_bytes(b"x")
         assert [item.kind async for item in care.collect(older_than_s=0)] == ["foreign"]
         assert (await care.evict("r", 1)).shards == 1 and (await care.warm_up("r", 1)).shards == 1
         assert await care.drain() == 0

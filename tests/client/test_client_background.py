@@ -112,7 +112,7 @@ def test_memory_that_cannot_be_copied_is_refused_before_anything_is_sent(memory:
     with memory_client.checkpoint("r", 1) as ckpt:
         with pytest.raises(forebay.InvalidArgument, match=r"shard 'g': the tensor is on cuda:1.*tensor\.cpu\(\)"):
             ckpt.put("g", _GpuTensor(), background=True)
-        with pytest.raises(forebay.InvalidArgument, match="'n'.*contiguous"):
+        with pytest.raises(forebay.InvalidArgument, match=r"'n'.*contiguous"):
             ckpt.put_many({"a": b"x", "n": numpy.zeros((9, 9)).T[::2]}, background=True)
         assert "PutShard" not in memory.calls and "PutMany" not in memory.calls
         ckpt.put("n", b"taken", background=True).result(30)
@@ -225,15 +225,15 @@ def test_a_full_pool_makes_puts_wait_and_then_go_on(memory: MemoryGateway) -> No
 
 
 def test_a_pool_that_stays_full_is_an_error_that_says_so(memory: MemoryGateway) -> None:
-    with Client(memory.address, background_bytes=MIB, background_timeout=0.1) as client:
-        with client.checkpoint("r", 1) as ckpt, held_back(memory) as go:
-            ckpt.put("a", BIG[:MIB], background=True)
-            with pytest.raises(forebay.DeadlineExceeded, match="put 'b': no buffer became free.*background_bytes=1048576"):
-                ckpt.put("b", b"x", background=True)
-            with pytest.raises(forebay.InvalidArgument, match="'c'.*do not fit"):
-                ckpt.put("c", BIG, background=True)
-            go.set()
-            assert ckpt.commit().shard_count == 1, "what was put before is unharmed"
+    options = {"background_bytes": MIB, "background_timeout": 0.1}
+    with Client(memory.address, **options) as client, client.checkpoint("r", 1) as ckpt, held_back(memory) as go:
+        ckpt.put("a", BIG[:MIB], background=True)
+        with pytest.raises(forebay.DeadlineExceeded, match=r"put 'b': no buffer became free.*background_bytes=1048576"):
+            ckpt.put("b", b"x", background=True)
+        with pytest.raises(forebay.InvalidArgument, match=r"'c'.*do not fit"):
+            ckpt.put("c", BIG, background=True)
+        go.set()
+        assert ckpt.commit().shard_count == 1, "what was put before is unharmed"
 
 
 def test_who_waits_for_a_buffer_hears_of_a_failure_before_him(memory: MemoryGateway) -> None:
@@ -255,7 +255,7 @@ def test_abort_ends_what_is_under_way(memory: MemoryGateway, memory_client: Clie
     assert time.monotonic() - began_s < 3
     assert memory.calls[-1] == "AbortPart"
     for each in pending:
-        with pytest.raises(forebay.ForebayError, match="cancelled|aborted"):
+        with pytest.raises(forebay.ForebayError, match=r"cancelled|aborted"):
             each.result(0)
     with pytest.raises(forebay.InvalidArgument, match="aborted"):
         ckpt.put("b", b"x", background=True)
@@ -313,15 +313,14 @@ def test_commit_returns_before_anything_has_landed_and_the_next_waits(memory: Me
 
 
 def test_several_in_flight_and_the_limit_of_waiting(memory: MemoryGateway) -> None:
-    with Client(memory.address, background_timeout=0.1) as client:
-        with held_back(memory) as go:
-            for step in (1, 2):
-                with client.async_checkpoint("r", step, in_flight=2) as ckpt:
-                    ckpt.put("a", b"x")
-                    ckpt.commit()
-            with pytest.raises(forebay.DeadlineExceeded, match="2 checkpoints before it are still being saved"):
-                client.async_checkpoint("r", 3, in_flight=2)
-            go.set()
+    with Client(memory.address, background_timeout=0.1) as client, held_back(memory) as go:
+        for step in (1, 2):
+            with client.async_checkpoint("r", step, in_flight=2) as ckpt:
+                ckpt.put("a", b"x")
+                ckpt.commit()
+        with pytest.raises(forebay.DeadlineExceeded, match="2 checkpoints before it are still being saved"):
+            client.async_checkpoint("r", 3, in_flight=2)
+        go.set()
     with Client(memory.address) as client:
         assert client.latest("r") == 2
         for bad in (0, 9, True, 1.5):
@@ -367,10 +366,13 @@ def test_close_finishes_commits_and_raises_what_nobody_has_seen(memory: MemoryGa
         client.close()
         assert memory._store.describe("r", 1).state == "complete"
     memory.fail("CommitPart", forebay.PermissionDenied("not yours"), times=2)
-    with pytest.raises(forebay.PermissionDenied, match="not yours"), Client(memory.address) as client:
-        with client.async_checkpoint("r", 2) as ckpt:
-            ckpt.put("a", BIG)
-            ckpt.commit()
+    with (
+        pytest.raises(forebay.PermissionDenied, match="not yours"),
+        Client(memory.address) as client,
+        client.async_checkpoint("r", 2) as ckpt,
+    ):
+        ckpt.put("a", BIG)
+        ckpt.commit()
     with pytest.raises(ValueError, match="mine"), Client(memory.address) as client:
         with client.async_checkpoint("r", 3) as ckpt:
             ckpt.put("a", BIG)
@@ -529,7 +531,7 @@ def test_a_trainer_that_ends_after_its_last_commit_loses_nothing(gateway) -> Non
     """No close, no result: leaving the program is enough."""
     with _trainer(gateway.address, "end") as process, Client(gateway.address) as client:
         assert process.stdout.readline() == "goes\n"
-        output, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == 0 and errors == "", errors
         assert client.latest("r") == 1 and len(client.open("r", 1).names()) == 7
 
@@ -570,20 +572,19 @@ async def test_the_same_with_await(gateway) -> None:
 
 
 async def test_a_put_that_waits_for_a_buffer_can_be_cancelled(memory: MemoryGateway) -> None:
-    async with AsyncClient(memory.address, background_bytes=MIB) as client:
-        async with client.checkpoint("r", 1) as ckpt:
-            with held_back(memory) as go:
-                first = await ckpt.put("a", BIG[:MIB], background=True)
-                for act in (lambda: ckpt.put("b", b"x", background=True), first.result):
-                    task = asyncio.create_task(act())
-                    await asyncio.sleep(0.2)
-                    assert not task.done()
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-                go.set()
-            assert (await first.result(30)).size == MIB, "what was put before goes on"
-            assert (await ckpt.commit()).shard_count == 1
+    async with AsyncClient(memory.address, background_bytes=MIB) as client, client.checkpoint("r", 1) as ckpt:
+        with held_back(memory) as go:
+            first = await ckpt.put("a", BIG[:MIB], background=True)
+            for act in (lambda: ckpt.put("b", b"x", background=True), first.result):
+                task = asyncio.create_task(act())
+                await asyncio.sleep(0.2)
+                assert not task.done()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            go.set()
+        assert (await first.result(30)).size == MIB, "what was put before goes on"
+        assert (await ckpt.commit()).shard_count == 1
 
 
 def _until(condition: Callable[[], bool]) -> None:

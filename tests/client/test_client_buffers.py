@@ -145,7 +145,7 @@ def test_the_memory_goes_with_the_last_region() -> None:
 
 
 def test_too_much_memory_is_a_clear_error() -> None:
-    with pytest.raises(forebay.InvalidArgument, match="background_bytes=.*cannot be mapped"):
+    with pytest.raises(forebay.InvalidArgument, match=r"background_bytes=.*cannot be mapped"):
         BufferPool(1 << 60).take(1, 1, "x")
 
 
