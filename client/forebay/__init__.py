@@ -37,16 +37,26 @@ from forebay.types import (
 
 if TYPE_CHECKING:
     from forebay.aio import AsyncCheckpointWriter, AsyncClient, AsyncReader
+    from forebay.aio_background import AsyncBackgroundCheckpoint, AsyncPending
+    from forebay.aio_care import AsyncCare
     from forebay.api import Client
+    from forebay.background_checkpoint import BackgroundCheckpoint, PendingCommit
+    from forebay.care import Care
+    from forebay.pending import Pending
     from forebay.reader import Reader
     from forebay.writer import CheckpointWriter
 
 __all__ = [
     "AlreadyExists",
+    "AsyncBackgroundCheckpoint",
+    "AsyncCare",
     "AsyncCheckpointWriter",
     "AsyncClient",
+    "AsyncPending",
     "AsyncReader",
+    "BackgroundCheckpoint",
     "CacheFull",
+    "Care",
     "Checkpoint",
     "CheckpointWriter",
     "Client",
@@ -60,6 +70,8 @@ __all__ = [
     "Level",
     "Missing",
     "NotFound",
+    "Pending",
+    "PendingCommit",
     "PermissionDenied",
     "Pressure",
     "Reader",
@@ -76,11 +88,18 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncBackgroundCheckpoint": "forebay.aio_background",
+    "AsyncCare": "forebay.aio_care",
     "AsyncCheckpointWriter": "forebay.aio",
     "AsyncClient": "forebay.aio",
+    "AsyncPending": "forebay.aio_background",
     "AsyncReader": "forebay.aio",
+    "BackgroundCheckpoint": "forebay.background_checkpoint",
+    "Care": "forebay.care",
     "CheckpointWriter": "forebay.writer",
     "Client": "forebay.api",
+    "Pending": "forebay.pending",
+    "PendingCommit": "forebay.background_checkpoint",
     "Reader": "forebay.reader",
 }
 

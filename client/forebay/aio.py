@@ -1,21 +1,23 @@
 """AsyncClient: the verbs of Client, with await.
 
-Owns threads and cancellation: the same code runs on threads, and when the awaiting task is cancelled the RPC under way is ended
-and the call returns only after the thread has let go of the caller's data. Does not own anything about the verbs themselves.
+Owns the mapping of each verb to a thread (threads.py), on which the same code runs; cancelling the awaiting task ends the RPC
+under way. Does not own anything about the verbs themselves.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import AsyncIterator, Generator, Mapping
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, cast, overload
 
 from forebay import cancel
+from forebay.aio_background import AsyncBackgroundCheckpoint, AsyncPending
+from forebay.aio_care import AsyncCare
 from forebay.api import Client
+from forebay.background import TIMEOUT_S
 from forebay.reader import Reader
+from forebay.threads import OPERATIONS_MAX, Threads
 from forebay.types import (
     Checkpoint,
     CommitReceipt,
@@ -32,10 +34,7 @@ from forebay.types import (
 from forebay.waiting import OnProgress
 from forebay.writer import CheckpointWriter
 
-# Threads of an AsyncClient. Each operation under way takes one, a wait as long as it lasts.
-ASYNC_OPERATIONS_MAX = 64
-
-_Result = TypeVar("_Result")
+ASYNC_OPERATIONS_MAX = OPERATIONS_MAX
 
 
 class AsyncClient:
@@ -52,21 +51,32 @@ class AsyncClient:
         *,
         retry_timeout: float = 60.0,
         progress: bool = True,
+        background_bytes: int | None = None,
+        background_timeout: float = TIMEOUT_S,
     ) -> None:
-        self._client = Client(address, admit_timeout=admit_timeout, retry_timeout=retry_timeout, progress=progress)
-        self._threads = _Threads()
+        self._client = Client(
+            address,
+            admit_timeout,
+            retry_timeout=retry_timeout,
+            progress=progress,
+            background_bytes=background_bytes,
+            background_timeout=background_timeout,
+        )
+        self._threads = Threads()
 
     def __getstate__(self) -> Client:
         return self._client
 
     def __setstate__(self, client: Client) -> None:
         self._client = client
-        self._threads = _Threads()
+        self._threads = Threads()
 
     async def close(self) -> None:
-        """Close the connection; operations under way fail."""
-        self._client.close()
-        await asyncio.to_thread(self._threads.close)
+        """As Client.close; operations under way fail."""
+        try:
+            await asyncio.to_thread(self._client.close)
+        finally:
+            await asyncio.to_thread(self._threads.close)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -74,13 +84,36 @@ class AsyncClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        try:
+            await self.close()
+        except Exception:
+            if error is None:
+                raise  # else the block's own error is the one to show; this one has been logged
 
     def checkpoint(
         self, run: str, step: int, writers: int = 1, writer: int = 0, session: str | None = None, lane: str = "auto"
     ) -> "AsyncCheckpointWriter":
         """As Client.checkpoint; used with `async with`."""
         return AsyncCheckpointWriter(self._client.checkpoint(run, step, writers, writer, session, lane), self._threads)
+
+    def async_checkpoint(
+        self,
+        run: str,
+        step: int,
+        writers: int = 1,
+        writer: int = 0,
+        session: str | None = None,
+        lane: str = "auto",
+        *,
+        in_flight: int = 1,
+    ) -> AsyncBackgroundCheckpoint:
+        """As Client.async_checkpoint; used with `async with`, which waits for those before, or awaited."""
+        begin = partial(self._client.async_checkpoint, run, step, writers, writer, session, lane, in_flight=in_flight)
+        return AsyncBackgroundCheckpoint(begin, self._threads)
+
+    async def prefault_background(self, size: int | None = None) -> None:
+        """As Client.prefault_background."""
+        await self._threads.run(self._client.prefault_background, size)
 
     async def save_dir(self, path: str | PathLike[str], run: str, step: int, **options: Any) -> SaveSummary:
         """As Client.save_dir."""
@@ -136,6 +169,11 @@ class AsyncClient:
         """As Client.delete."""
         return await self._threads.run(self._client.delete, run, step, force=force, dry_run=dry_run)
 
+    @property
+    def care(self) -> AsyncCare:
+        """As Client.care."""
+        return AsyncCare(self._client.care, self._threads)
+
     async def status(self) -> Status:
         """As Client.status."""
         return await self._threads.run(self._client.status)
@@ -156,7 +194,7 @@ class AsyncClient:
 class AsyncCheckpointWriter:
     """CheckpointWriter with await."""
 
-    def __init__(self, writer: CheckpointWriter, threads: "_Threads") -> None:
+    def __init__(self, writer: CheckpointWriter, threads: Threads) -> None:
         self._writer = writer
         self._threads = threads
 
@@ -170,13 +208,27 @@ class AsyncCheckpointWriter:
         """What is durable so far, by name."""
         return self._writer.receipts
 
-    async def put(self, name: str, data: Any) -> Receipt:
+    @overload
+    async def put(self, name: str, data: Any, *, background: Literal[False] = False) -> Receipt: ...
+    @overload
+    async def put(self, name: str, data: Any, *, background: Literal[True]) -> AsyncPending[Receipt]: ...
+    async def put(self, name: str, data: Any, *, background: bool = False) -> Receipt | AsyncPending[Receipt]:
         """As CheckpointWriter.put."""
-        return await self._threads.run(self._writer.put, name, data)
+        if not background:
+            return await self._threads.run(self._writer.put, name, data)
+        return AsyncPending(await self._threads.run(self._writer.put, name, data, background=True), self._threads)
 
-    async def put_many(self, shards: Mapping[str, Any]) -> list[Receipt]:
+    @overload
+    async def put_many(self, shards: Mapping[str, Any], *, background: Literal[False] = False) -> list[Receipt]: ...
+    @overload
+    async def put_many(self, shards: Mapping[str, Any], *, background: Literal[True]) -> AsyncPending[list[Receipt]]: ...
+    async def put_many(
+        self, shards: Mapping[str, Any], *, background: bool = False
+    ) -> list[Receipt] | AsyncPending[list[Receipt]]:
         """As CheckpointWriter.put_many."""
-        return await self._threads.run(self._writer.put_many, shards)
+        if not background:
+            return await self._threads.run(self._writer.put_many, shards)
+        return AsyncPending(await self._threads.run(self._writer.put_many, shards, background=True), self._threads)
 
     async def commit(
         self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
@@ -200,7 +252,7 @@ class AsyncCheckpointWriter:
 class AsyncReader:
     """Reader with await."""
 
-    def __init__(self, reader: Reader, threads: "_Threads") -> None:
+    def __init__(self, reader: Reader, threads: Threads) -> None:
         self._reader = reader
         self._threads = threads
 
@@ -234,46 +286,3 @@ class AsyncReader:
                 yield chunk
         finally:
             cast("Generator[memoryview, None, None]", chunks).close()  # ends its RPC
-
-
-class _Threads:
-    """Where an AsyncClient's operations run; started at first use."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
-    async def run(self, act: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """Run `act` on a thread. Cancelled, end its RPCs and return only when the thread is done with the caller's data."""
-        return await self.run_in(cancel.Scope(), partial(act, *args, **kwargs))
-
-    async def run_in(self, scope: cancel.Scope, act: Callable[[], _Result]) -> _Result:
-        """run() in a scope that may hold more than this one act."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(ASYNC_OPERATIONS_MAX, thread_name_prefix="forebay-async")
-
-        def inside() -> _Result:
-            with scope.entered():
-                return act()
-
-        future = asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, inside)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            scope.cancel()
-            await _settled(future)
-            raise
-
-    def close(self) -> None:
-        """Wait for the threads to end."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-async def _settled(future: asyncio.Future[Any]) -> None:
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue  # asked again; the answer is the same
-    if not future.cancelled():
-        future.exception()  # seen, so that it is not reported as lost

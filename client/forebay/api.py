@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from forebay import directories
+from forebay.background import COMMITS, TIMEOUT_S, Background
+from forebay.background_checkpoint import BackgroundCheckpoint
 from forebay.care import Care
 from forebay.connection import Connection
 from forebay.convert import record
@@ -29,7 +31,7 @@ from forebay.types import (
     Status,
     WaitProgress,
 )
-from forebay.waiting import OnProgress, wait_for
+from forebay.waiting import OnProgress, check_level, wait_for
 from forebay.writer import CheckpointWriter, part_ref
 from forebay_wire.names import InvalidName, check_run, check_step
 from forebay_wire.v1 import admin_pb2
@@ -46,6 +48,11 @@ class Client:
     `address` is "unix:///path", "host:port", or None for FOREBAY_ADDRESS, else the default socket. Nothing is opened before the
     first call. `admit_timeout` is how many seconds a put waits for space before CacheFull, `retry_timeout` how many any call
     repeats itself while the gateway is away before Unavailable. `progress=False` turns progress bars off.
+
+    `background_bytes` is the most memory that puts in the background may hold (default: FOREBAY_BACKGROUND_BYTES, such as
+    "16GiB", else 4 GiB). It is taken as it is needed and kept until close(), so that it is warm for the next save; a single
+    shard may not be larger. `background_timeout` is how many seconds such a put waits for a free buffer, and async_checkpoint()
+    for its predecessor, before DeadlineExceeded.
     """
 
     def __init__(
@@ -55,19 +62,39 @@ class Client:
         *,
         retry_timeout: float = 60.0,
         progress: bool = True,
+        background_bytes: int | None = None,
+        background_timeout: float = TIMEOUT_S,
     ) -> None:
         self._connection = Connection(address, RetryPolicy(admit_timeout, retry_timeout))
         self._progress = progress
+        self._background = Background(background_bytes, background_timeout)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._connection, self._progress, self._background.size, self._background.timeout_s
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._connection, self._progress, size, timeout_s = state
+        self._background = Background(size, timeout_s)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Finish what has been committed in the background, then close the connection; other calls under way end.
+
+        Raises the failure of a background commit that nobody has seen.
+        """
+        try:
+            self._background.close()
+        finally:
+            self._connection.close()
 
     def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise  # else the block's own error is the one to show; this one has been logged
 
     # Saving
 
@@ -86,7 +113,34 @@ class Client:
             raise Unsupported("lane 'fd': this client sends over 'stream'")
         part_ref(run, step, "any", writer, writers)
         chosen = default_session(writers) if session is None else session
-        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers))
+        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers), self._background)
+
+    def async_checkpoint(
+        self,
+        run: str,
+        step: int,
+        writers: int = 1,
+        writer: int = 0,
+        session: str | None = None,
+        lane: str = "auto",
+        *,
+        in_flight: int = 1,
+    ) -> BackgroundCheckpoint:
+        """As checkpoint(), but its puts only snapshot, and its commit returns at once with a handle; all else overlaps.
+
+        At most `in_flight` checkpoints of this client are being saved at a time: this call waits until the ones before are
+        committed, then raises the failure of one that nobody has seen yet (nothing is begun then). Raises DeadlineExceeded.
+        """
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 1 <= in_flight <= COMMITS:
+            raise InvalidArgument(f"in_flight must be 1 to {COMMITS}, not {in_flight!r}")
+        part = self.checkpoint(run, step, writers, writer, session, lane)
+        self._background.admit(in_flight, f"save {run}/{step} in the background")
+        return BackgroundCheckpoint(self._connection, self._background, part)
+
+    def prefault_background(self, size: int | None = None) -> None:
+        """Have memory behind `size` bytes of the background's buffers (all, where None), so that the first save is as fast as
+        the next ones."""
+        self._background.fault_in(size)
 
     def save_dir(
         self,
@@ -104,12 +158,14 @@ class Client:
     ) -> SaveSummary:
         """Save every file below `path` as a shard of this writer's part and commit it; `wait` and `timeout` as in commit().
 
-        What cannot be saved is an error that names it, before anything is sent.
+        What cannot be saved, or a level that the gateway does not have, is an error that names it, before anything is sent.
         """
         started_s = time.monotonic()
         files = directories.walk(Path(path))
         total = sum(size for _, size in files.values())
-        with self.checkpoint(run, step, writers, writer, session) as part:
+        part = self.checkpoint(run, step, writers, writer, session)
+        check_level(self._connection, run, step, wait)
+        with part:
             with byte_counter(f"save {run}/{step}", total, self._progress) as count:
                 directories.put_files(part, files, _checked_streams(streams), count)
             receipt = part.commit(metadata, wait, timeout)
@@ -171,8 +227,16 @@ class Client:
     # Restoring
 
     def open(self, run: str, step: int, *, source: str = "auto") -> Reader:
-        """A complete checkpoint for reading; `source` limits it to "cache" or a tier. Raises NotFound, Incomplete(missing)."""
+        """A complete checkpoint for reading; `source` limits it to "cache", "peer" or a tier.
+
+        Raises NotFound, Incomplete(missing), InvalidArgument for a source that the gateway does not have.
+        """
         found = self._describe(run, step)
+        known = ("auto", "cache", "peer", *(level.level for level in found.levels if level.level != "cache"))
+        if source not in known:
+            raise InvalidArgument(
+                f"there is no source {source!r} to read {run}/{step} from; this gateway has {', '.join(known)}"
+            )
         if not found.complete:
             lacks = "; ".join(map(str, found.missing[:5])) or found.reason or "nothing known"
             raise Incomplete(f"checkpoint {run}/{step} is not complete; missing: {lacks}", missing=found.missing)

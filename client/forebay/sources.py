@@ -26,6 +26,10 @@ class Source(ABC):
     def chunks(self, chunk_size: int) -> Iterator[Piece]:
         """All data, in pieces of exactly `chunk_size` bytes but for the last. A piece is valid until the next is taken."""
 
+    def known_crc32c(self, offset: int, size: int) -> int | None:
+        """The CRC32C of a range where it was taken before: then this one is sent with the bytes. None: take it now."""
+        return None
+
 
 class BufferSource(Source):
     """Bytes in memory."""

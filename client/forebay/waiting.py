@@ -12,13 +12,14 @@ import grpc
 from forebay import cancel
 from forebay.connection import Connection
 from forebay.convert import record
-from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument, Unavailable
+from forebay.errors import DeadlineExceeded, ForebayError, Incomplete, InvalidArgument, NotFound, Unavailable, Unsupported
 from forebay.types import WaitProgress
 from forebay_wire.v1 import gateway_pb2 as pb
 
 OnProgress = Callable[[WaitProgress], object]
 # The gateway's own answer, which names what is missing, should come before this side gives up.
 _GRACE_S = 2.0
+_CHECK_S = 1.0  # for the gateway's first word on a level
 
 
 def wait_for(
@@ -38,6 +39,41 @@ def wait_for(
         raise InvalidArgument("wait: name a level: 'cache', 'peer', a tier, or 'all'")
     request = pb.WaitRequest(run=run, step=step, level=level, session=session)
     return _Wait(connection, request, timeout_s, on_progress).finish()
+
+
+def check_level(connection: Connection, run: str, step: int, level: str) -> None:
+    """Raise InvalidArgument or Unsupported for a level that this gateway cannot reach, Unavailable where it is away.
+
+    Meant for before anything is sent. The gateway looks at the level before it looks for the checkpoint, so its first word is
+    enough, and its silence too: a tier that answers slowly must not hold a save up.
+    """
+    if level in ("", "cache"):
+        return
+    doing = f"wait for {run}/{step} at {level!r}"
+    request = pb.WaitRequest(run=run, step=step, level=level, timeout_s=_CHECK_S)
+    attempts = connection.policy.begin()
+    while True:
+        try:
+            _first_word(connection, request, doing)
+        except (InvalidArgument, Unsupported) as error:
+            raise error.extended("(nothing was sent)") from error.__cause__
+        except Unavailable as error:
+            attempts.pause(error)
+            continue
+        except (DeadlineExceeded, Incomplete, NotFound):
+            pass  # of the checkpoint, not of the level
+        return
+
+
+def _first_word(connection: Connection, request: pb.WaitRequest, doing: str) -> None:
+    call: Any = connection.start(
+        lambda stubs: lambda request: stubs.gateway.Wait(request, timeout=request.timeout_s + _GRACE_S), request, doing
+    )
+    with cancel.watching(call):
+        try:
+            next(call, None)
+        except grpc.RpcError as error:
+            raise connection.translate(error, doing) from error
 
 
 class _Wait:

@@ -4,6 +4,7 @@ Owns what this writer means to have put, repeating puts, and the rule that a blo
 bytes travel (lanes/). Acknowledged shards stay with the gateway, also over its restart: the part goes on where it was.
 """
 
+import dataclasses
 import enum
 import json
 import logging
@@ -11,13 +12,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
+from forebay.background import Background, PartPuts
 from forebay.connection import CALL_TIMEOUT_S, Connection
 from forebay.convert import record
 from forebay.errors import AlreadyExists, DeadlineExceeded, ForebayError, InvalidArgument
 from forebay.lanes import stream
+from forebay.pending import Pending
 from forebay.retry import RetryPolicy
+from forebay.snapshot import snapshotted
 from forebay.sources import Source, source_of
 from forebay.types import CommitReceipt, Pressure, Receipt
 from forebay.waiting import wait_for
@@ -43,9 +47,10 @@ class _State(enum.Enum):
 class CheckpointWriter:
     """One writer's part. Made by Client.checkpoint; put and put_many may be called from several threads at once."""
 
-    def __init__(self, connection: Connection, part: pb.PartRef) -> None:
+    def __init__(self, connection: Connection, part: pb.PartRef, background: Background) -> None:
         self._connection = connection
         self._part = part
+        self._background = PartPuts(background, f"{part.run}/{part.step}")
         self._lock = threading.Lock()
         self._state = _State.OPEN
         self._receipts: dict[str, Receipt] = {}
@@ -72,59 +77,110 @@ class CheckpointWriter:
         with self._lock:
             return dict(self._receipts)
 
-    def put(self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None) -> Receipt:
+    @overload
+    def put(
+        self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None, background: Literal[False] = False
+    ) -> Receipt: ...
+    @overload
+    def put(
+        self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None, background: Literal[True]
+    ) -> Pending[Receipt]: ...
+    def put(
+        self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None, background: bool = False
+    ) -> Receipt | Pending[Receipt]:
         """Store one shard; it is durable in the gateway's cache when this returns.
 
         `data`: bytes-like, numpy array or CPU tensor (contiguous), path, binary file, or iterable of buffers. It must not
         change meanwhile. Data that cannot be read twice is not sent again once it has flowed. `on_bytes` is called with each
         chunk's size. Putting the same bytes again under their name is a no-op.
-        Raises InvalidArgument, AlreadyExists (other bytes have this name), CacheFull, Unavailable, Corrupt, OSError for a path.
+
+        With `background` it returns once the bytes are copied and checksummed, paths and files read: they may change at once.
+        What has no size before its end cannot be put so. It blocks, up to the client's `background_timeout`, until a buffer is
+        free; the result says when the shard is durable. A failure is raised by every later call too, commit() included, until
+        the name has been put again.
+        Raises InvalidArgument, AlreadyExists (other bytes have this name), CacheFull, Unavailable, Corrupt, OSError for a path;
+        in the background also DeadlineExceeded.
         """
         _check_name(name)
         self._check_open("put")
-        return self._put_source(name, source_of(data, f"shard {name!r}"), on_bytes)
+        self._background.check([name])
+        label = f"shard {name!r}"
+        if not background:
+            return self._put_source(name, source_of(data, label), on_bytes)
+        sources = {name: snapshotted(data, label)}
+        futures = self._background.begin(sources, lambda copies: {name: self._put_source(name, copies[name], on_bytes)})
+        return Pending(f"put {name!r}", futures, lambda: futures[0].result()[name])
 
-    def put_many(self, shards: Mapping[str, Any], *, on_bytes: stream.OnBytes | None = None) -> list[Receipt]:
+    @overload
+    def put_many(
+        self, shards: Mapping[str, Any], *, on_bytes: stream.OnBytes | None = None, background: Literal[False] = False
+    ) -> list[Receipt]: ...
+    @overload
+    def put_many(
+        self, shards: Mapping[str, Any], *, on_bytes: stream.OnBytes | None = None, background: Literal[True]
+    ) -> Pending[list[Receipt]]: ...
+    def put_many(
+        self, shards: Mapping[str, Any], *, on_bytes: stream.OnBytes | None = None, background: bool = False
+    ) -> list[Receipt] | Pending[list[Receipt]]:
         """Store many shards; those up to 1 MiB travel together. All are durable when this returns; receipts in their order.
 
-        Names and kinds of data are checked before anything is sent. Raises as put().
+        Names and kinds of data are checked before anything is sent: with one bad one, none is. `background` as in put(), for
+        all of them together. Raises as put().
         """
         self._check_open("put_many")
-        for name in shards:
-            _check_name(name)
-        sources = {name: source_of(data, f"shard {name!r}") for name, data in shards.items()}
-        small, large = _split(sources)
-        receipts = self._put_small(small, on_bytes)
-        for name, source in large.items():
-            receipts[name] = self._put_source(name, source, on_bytes)
-        return [receipts[name] for name in shards]
+        self._background.check(shards)
+        read = snapshotted if background else source_of
+        try:
+            for name in shards:
+                _check_name(name)
+            sources = {name: read(data, f"shard {name!r}") for name, data in shards.items()}
+        except InvalidArgument as error:
+            raise error.extended(f"(none of {len(shards)} shards was sent)") from error.__cause__
+        if not background:
+            done = self._put_sources(sources, on_bytes)
+            return [done[name] for name in shards]
+        names = list(shards)
+        futures = self._background.begin(sources, lambda copies: self._put_sources(copies, on_bytes))
+
+        def receipts() -> list[Receipt]:
+            landed = {name: receipt for future in futures for name, receipt in future.result().items()}
+            return [landed[name] for name in names]
+
+        return Pending(f"put {len(names)} shards", futures, receipts)
 
     def commit(
         self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
     ) -> CommitReceipt:
         """Close this part: from here on its shards are promised. May be repeated.
 
-        `metadata` is a JSON object; writer 0's stands in the manifest. `wait` is "cache" (this part), a tier's name or "all":
-        then the call returns once the whole checkpoint, all writers, is complete there. `timeout` in seconds covers both.
-        Raises Incomplete, InvalidArgument, Unavailable, and DeadlineExceeded naming what is missing: the part stays committed.
+        Puts in the background are waited for first. `metadata` is a JSON object; writer 0's stands in the manifest. `wait` is
+        "cache" (this part), a tier's name or "all": then the call returns once the whole checkpoint, all writers, is complete
+        there. `timeout` in seconds covers everything. Raises Incomplete, InvalidArgument, Unavailable, what a background put
+        raised, and DeadlineExceeded naming what is missing: a part that was committed stays so.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
+        receipt = self.commit_json(None if metadata is None else metadata_json(metadata), deadline_s)
+        if wait in ("", "cache"):
+            return receipt
+        remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
+        return dataclasses.replace(receipt, level=wait)
+
+    def commit_json(self, metadata_json: str | None, deadline_s: float | None) -> CommitReceipt:
+        """commit() at "cache", of metadata as JSON (None: as before), until a time of the monotonic clock."""
+        self._background.settle(deadline_s)
+        self._background.check()
         with self._lock:
             if self._state is _State.ABORTED:
                 raise InvalidArgument(f"commit: this part of {self.run}/{self.step} was aborted")
-            if metadata is not None or self._state is _State.OPEN:
-                self._metadata_json = _metadata_json(metadata or {})
+            if metadata_json is not None or self._state is _State.OPEN:
+                self._metadata_json = metadata_json or ""
             expected = list(self._receipts.values())
         response = self._commit_part(expected, deadline_s)
         with self._lock:
             self._state = _State.COMMITTED
-        level = response.level
-        if wait not in ("", "cache"):
-            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
-            level = wait
         return CommitReceipt(
-            level=level,
+            level=response.level,
             checkpoint_complete=response.checkpoint_complete,
             transient=response.transient,
             pressure=record(response.pressure, Pressure),
@@ -132,12 +188,17 @@ class CheckpointWriter:
             size=sum(receipt.size for receipt in expected),
         )
 
+    def check_background(self) -> None:
+        """Raise the failure of an earlier put in the background."""
+        self._background.check()
+
     def abort(self) -> int:
-        """Drop what was put; returns how many shards. No effect on a committed part."""
+        """Drop what was put, ending what is under way; returns how many shards. No effect on a committed part."""
         with self._lock:
             if self._state is not _State.OPEN:
                 return 0
             self._state = _State.ABORTED
+        self._background.cancel()  # first: what lands after the abort would open the part again
         response = self._connection.call(
             lambda stubs: stubs.gateway.AbortPart,
             pb.AbortPartRequest(part=self._part),
@@ -151,6 +212,10 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """abort(), whose failure is no more than logged."""
         try:
             self.abort()
         except AlreadyExists:
@@ -161,6 +226,13 @@ class CheckpointWriter:
     def _check_open(self, verb: str) -> None:
         if self._state is not _State.OPEN:
             raise InvalidArgument(f"{verb}: this part of {self.run}/{self.step} is already {self._state.value}")
+
+    def _put_sources(self, sources: Mapping[str, Source], on_bytes: stream.OnBytes | None) -> dict[str, Receipt]:
+        small, large = _split(sources)
+        receipts = self._put_small(small, on_bytes)
+        for name, source in large.items():
+            receipts[name] = self._put_source(name, source, on_bytes)
+        return receipts
 
     def _put_source(self, name: str, source: Source, on_bytes: stream.OnBytes | None) -> Receipt:
         header = pb.PutHeader(part=self._part, name=name, size=source.size)
@@ -198,6 +270,7 @@ class CheckpointWriter:
     def _keep(self, receipts: list[Receipt]) -> list[Receipt]:
         with self._lock:
             self._receipts.update((receipt.name, receipt) for receipt in receipts)
+        self._background.durable([receipt.name for receipt in receipts])
         return receipts
 
     def _commit_part(self, expected: list[Receipt], deadline_s: float | None) -> Any:
@@ -236,14 +309,15 @@ def part_ref(run: str, step: int, session: str, writer: int, writers: int) -> pb
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str):
-        raise InvalidArgument(f"a shard name must be text, not {type(name).__name__}")
+        raise InvalidArgument(f"a shard name must be text, not {name!r}")
     try:
         check_shard_name(name)
     except InvalidName as error:
         raise InvalidArgument(str(error)) from error
 
 
-def _metadata_json(metadata: Mapping[str, Any]) -> str:
+def metadata_json(metadata: Mapping[str, Any]) -> str:
+    """As it travels. Raises InvalidArgument."""
     if not metadata:
         return ""
     if not isinstance(metadata, Mapping):

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 
 import pytest
 
@@ -39,6 +40,49 @@ async def test_the_same_verbs_with_await(gateway, tmp_path) -> None:
         await client.unpin("r", 2)
         assert (await client.delete("r", 2)).shards == 4
         assert (await client.pressure()).level == "ok" and (await client.status()).health in ("ok", "warning")
+
+
+async def test_care_with_await(real, tmp_path) -> None:
+    async with AsyncClient(real.address) as client:
+        async with client.checkpoint("r", 1) as ckpt:
+            await ckpt.put("a", BIG)
+            await ckpt.commit(wait="pfs", timeout=60)
+        care = client.care
+        assert [(copy.where, copy.state) async for copy in care.verify("r", 1)] == [("cache", "good"), ("pfs", "good")]
+        async with aclosing(care.verify("r", 1)) as copies:
+            assert (await anext(copies)).state == "good"  # and no more: the command ends at the gateway
+        assert (await care.scrub()).state
+        assert [found async for found in care.fsck(deep=True)] == [found async for found in care.repair()] == []
+        next((real.directory / "pfs/r").glob("step-*/*/a")).with_name("stray").write_bytes(b"x")
+        assert [item.kind async for item in care.collect(older_than_s=0)] == ["foreign"]
+        assert (await care.evict("r", 1)).shards == 1 and (await care.warm_up("r", 1)).shards == 1
+        assert await care.drain() == 0
+        assert [bad async for bad in care.quarantine()] == []
+        with pytest.raises(forebay.NotFound):
+            await care.release("00000000000000000000000000000000:cache")
+
+
+def test_the_twins_have_the_same_verbs() -> None:
+    """Whoever adds a verb to one of them adds it to the other."""
+    twins = (
+        (Client, AsyncClient),
+        (forebay.CheckpointWriter, forebay.AsyncCheckpointWriter),
+        (forebay.Reader, forebay.AsyncReader),
+        (forebay.Care, forebay.AsyncCare),
+        (forebay.BackgroundCheckpoint, forebay.AsyncBackgroundCheckpoint),
+        (forebay.Pending, forebay.AsyncPending),
+        (forebay.PendingCommit, forebay.AsyncPending),
+    )
+    lacking = {
+        f"{twin.__name__}.{name}"
+        for original, twin in twins
+        for name in vars(original)
+        if not name.startswith("_") and not hasattr(twin, name)
+    }
+    # Of a writer, what its own package uses; of a commit, too. `run` and `step` are what the caller gave.
+    known = {"shard", "run", "step", "commit_json", "check_background", "give_up"}
+    known |= {"unseen", "tell", "over", "leave", "succeed", "fail", "reach"}
+    assert {name.partition(".")[2] for name in lacking} <= known, lacking
 
 
 async def test_leaving_with_an_error_aborts(memory: MemoryGateway) -> None:

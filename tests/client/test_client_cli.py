@@ -52,6 +52,24 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
+@pytest.mark.parametrize("level,code", [("nosuch", exits.USAGE), ("peer", None)])
+def test_a_level_that_is_not_there_fails_before_anything_is_saved(gateway, call, directory: Path, level: str, code) -> None:
+    code = code or (exits.USAGE if isinstance(gateway, MemoryGateway) else exits.FAILED)  # there: no peers are configured
+    said = call("save", str(directory), "--run", "r", "--step", "1", "--wait", level, code=code)
+    assert level in said and "nothing was sent" in said
+    assert json.loads(call("ls", "--json")) == []
+    call("save", str(directory), "--run", "r", "--step", "1", "--wait", "all", "--timeout", "60")
+
+
+def test_a_source_that_is_not_there_fails_before_anything_is_made(gateway, call, directory: Path, tmp_path: Path) -> None:
+    call("save", str(directory), "--run", "r", "--step", "1")
+    said = call("restore", "r", str(tmp_path / "out"), "--from", "nosuch", code=exits.USAGE)
+    assert "'nosuch'" in said and "auto, cache, peer, pfs" in said and not (tmp_path / "out").exists()
+    code = exits.NOT_FOUND if isinstance(gateway, MemoryGateway) else exits.USAGE  # there: no peers are configured
+    said = call("restore", "r", str(tmp_path / "out"), "--from", "peer", code=code)
+    assert "peer" in said and not (tmp_path / "out").exists()
+
+
 def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
     saved = json.loads(call("save", str(directory), *words))

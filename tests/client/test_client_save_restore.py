@@ -101,6 +101,20 @@ def test_leaving_without_commit_drops_everything(client: Client) -> None:
     assert client.open("r", 2).read("a") == b"y"
 
 
+def test_one_bad_name_among_ten_thousand(memory, memory_client: Client) -> None:
+    shards: dict[object, object] = {f"s/{number}": b"x" for number in range(10_000)}
+    bad = {"s/../up": b"x"}, {"s/.forebay": b"x"}, {5: b"x"}, {"s/gap\n": b"x"}, {"s/number": 7}, {"s/list": [b"x", 7]}
+    with memory_client.checkpoint("r", 1) as ckpt:
+        for background in (False, True):
+            for one in bad:
+                with pytest.raises(forebay.InvalidArgument, match="none of 10001 shards was sent") as caught:
+                    ckpt.put_many(shards | one, background=background)
+                shown = ascii(next(iter(one)))
+                assert shown in str(caught.value), caught.value
+        assert memory.calls == [] and not ckpt.receipts
+        assert len(ckpt.put_many(shards)) == 10_000
+
+
 def test_order_of_verbs(client: Client) -> None:
     ckpt = client.checkpoint("r", 1, session="s")
     ckpt.put("a", b"x")

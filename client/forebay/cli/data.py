@@ -10,7 +10,9 @@ from forebay.cli.exits import UsageError
 from forebay.cli.output import duration_text, print_json, say, size_text
 from forebay.types import RestoreSummary, SaveSummary
 
-_Wait = Annotated[str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, a tier's name, or all.")]
+_Wait = Annotated[
+    str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, peer, a tier's name, or all.")
+]
 _Session = Annotated[str | None, typer.Option("--session", help="Shared by all writers of one launch.", show_default=False)]
 _StepAndDirectory = Annotated[
     list[str],
@@ -51,7 +53,7 @@ def save(
 def restore(
     run: RunName,
     arguments: _StepAndDirectory,
-    source: Annotated[str, typer.Option("--from", metavar="auto|cache|TIER", help="Read from there alone.")] = "auto",
+    source: Annotated[str, typer.Option("--from", metavar="auto|cache|peer|TIER", help="Read from there alone.")] = "auto",
     streams: Annotated[int, typer.Option("--streams", min=1, max=64, help="Shards at a time.")] = 4,
     durable: Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")] = False,
     json: Json = False,

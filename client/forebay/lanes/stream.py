@@ -141,7 +141,9 @@ class PutStream:
                 return None
 
     def _count(self, chunk: Piece, chunk_size: int) -> tuple[int, int]:
-        offset, crc = self.size, crc32c(chunk)
+        offset = self.size
+        known = self._source.known_crc32c(offset, len(chunk))
+        crc = crc32c(chunk) if known is None else known
         # Full chunks combine by a cached table; the last, of any length, is cheaper to read again.
         full = len(chunk) == chunk_size
         self.crc32c = combine(self.crc32c, crc, chunk_size) if full else crc32c(chunk, self.crc32c)
@@ -212,7 +214,8 @@ class SmallShard:
             data = b"".join(bytes(piece) for piece in self.source.chunks(MIN_CHUNK_SIZE))
         if len(data) != self.size:
             raise InvalidArgument(f"shard {self.name!r}: it had {self.size} bytes and now has {len(data)}")
-        return pb.SmallShard(name=self.name, crc32c=crc32c(data), data=data)
+        known = self.source.known_crc32c(0, self.size)
+        return pb.SmallShard(name=self.name, crc32c=crc32c(data) if known is None else known, data=data)
 
 
 class PutManyStream:
