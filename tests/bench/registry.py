@@ -61,7 +61,7 @@ MEASUREMENTS = (
         _open(partial(scaling.sizes, lane=lane), f"scaling-sizes-{lane}", f"{lane} lane, sizes of shards")
         for lane in ("stream", "fd")
     ),
-    _open(profiling.saving, "profile", "where the CPU goes"),
+    _open(profiling.where, "profile", "where the CPU goes"),
 )
 
 
