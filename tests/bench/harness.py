@@ -29,6 +29,7 @@ BLOCK = 64 << 20  # random bytes that large data repeats
 PART = 256 << 20  # of a drained checkpoint's shards
 RUN = "bench"
 TIMEOUT_S = 900.0
+CAPACITY_MIN = 1 << 30
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -90,7 +91,7 @@ def gateway(
         place,
         "bench",
         tiers or (posix_tier(root),),
-        capacity=str(capacity),
+        capacity=str(max(CAPACITY_MIN, capacity)),
         cache_keys=cache_keys,
         environment=environment,
     )

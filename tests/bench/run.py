@@ -40,8 +40,16 @@ def run(job: Job, measurements: Sequence[registry.Measurement]) -> Iterator[Row]
         except CannotRun as error:
             yield from _without_value(measurement, yielded, str(error), failed=False)
         except Exception as error:
+            if _interrupted(error):  # what failed is only how something ended
+                raise KeyboardInterrupt from error
             traceback.print_exc()
             yield from _without_value(measurement, yielded, f"{type(error).__name__}: {error}", failed=True)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _without_value(measurement: registry.Measurement, yielded: set[str], reason: str, failed: bool) -> Iterator[Row]:
