@@ -287,8 +287,18 @@ class WriteTxn(RowKeeper):
         return self.set_publish(session.id, tier, PublishState.COMPLETE)
 
     def rewrite_totals(self) -> Totals:
-        """Set the running sums to what the rows say; those sums. A full scan."""
+        """Set the running sums to what the rows say, the sessions' too; the sums over all. A full scan."""
         self._flush_sums()
+        for session in list(self.sessions()):
+            sums, progress = self.recount_session(session.id)
+            self._put(self._db.session_sums, schema.u64(session.id), schema.pack_sums(sums))
+            for name, number in self._tiers.items():
+                key = schema.session_tier_key(session.id, number)
+                if name in progress:
+                    self._put(self._db.session_progress, key, schema.pack_sums(progress[name]))
+                else:
+                    self._delete(self._db.session_progress, key)
+            self._changed.add((session.run, session.step))
         counted = self.recount()
         self._put(self._db.meta, schema.META_TOTALS, schema.pack_sums((counted.used, counted.dirty, counted.shards)))
         for name, number in self._tiers.items():

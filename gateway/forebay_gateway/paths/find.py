@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR, manifest_key, parse_step_dir
-from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
+from forebay_gateway.core.records import Origin, PublishState, SessionRow
 from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import describe_missing, is_complete, knows_copies, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 
@@ -81,8 +81,7 @@ class Finder:
 
     def _whole_in_cache(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:
-            here = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-            return len(here) >= session.writers and all(row.is_cached for row in txn.shards(session.id))
+            return is_cached(txn, session)
 
     async def _adopt(self, tier: MonitoredTier, run: str, step: int) -> SessionRow | None:
         """The session whose manifest lies on the tier, with its rows in this catalog; None where there is no manifest."""

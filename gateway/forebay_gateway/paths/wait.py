@@ -120,13 +120,10 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
         reached = any(state is PublishState.COMPLETE for state in session.publish.values()) or (
             complete_at_cache(txn, session) and not missing
         )
-        total = sum(part.size for part in txn.parts(session.id))
+        total = txn.session_sums(session.id).committed_size
         return Progress(reached, total, total, () if reached else missing, "" if reached else describe_missing(missing))
     state = session.publish.get(level)
-    done = total = 0
-    for part in txn.parts(session.id):
-        _, _, verified, size = txn.part_progress(session.id, part.writer, level)
-        done, total = done + verified, total + size
+    _, _, done, total = txn.session_progress(session.id, level)
     if state in (PublishState.COMPLETE, PublishState.SUPERSEDED):
         return Progress(True, total, total, (), "")
     if session.reason:
