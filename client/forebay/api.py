@@ -144,8 +144,10 @@ class Client:
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """A run's checkpoints by step, incomplete ones too."""
         _check(run)
-        answer = self._call("ListCheckpoints", pb.ListCheckpointsRequest(run=run), f"list the checkpoints of {run!r}")
-        return [record(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+        doing = f"list the checkpoints of {run!r}"
+        request = pb.ListCheckpointsRequest(run=run)
+        pages = self._connection.pages(lambda stubs: stubs.gateway.ListCheckpoints, request, doing)
+        return [record(checkpoint, Checkpoint) for page in pages for checkpoint in page.checkpoints]
 
     def describe(self, run: str, step: int) -> Checkpoint:
         """A checkpoint with its shards. Raises NotFound."""

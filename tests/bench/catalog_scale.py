@@ -54,9 +54,7 @@ def _seal(session_id: int, step: int, first_id: int, numbers: range, txn: WriteT
     for number in numbers:
         entry = _entry(step, number)
         key = ShardKey(session_id, first_id + number)
-        row = ShardRow(
-            *key, 0, entry.name, entry.size, CHUNK, entry.crc32c, ShardState.SEALED, disk_size(entry.size, CHUNK)
-        )
+        row = ShardRow(*key, 0, entry.name, entry.size, CHUNK, entry.crc32c, ShardState.SEALED, disk_size(entry.size, CHUNK))
         txn.seal(row, entry.chunks)
 
 

@@ -107,7 +107,7 @@ def check_sums(txn: ReadTxn) -> None:
     unsettled = [row for row in txn.all_shards() if row.state in (ShardState.EVICTING, ShardState.QUARANTINED)]
     assert txn.unsettled() == unsettled
     sealed = [session.id for session in txn.sessions() if any(row.state is ShardState.SEALED for row in txn.shards(session.id))]
-    assert txn.sessions_with_sealed() == sealed
+    assert txn.sessions_with(lambda sums: sums.sealed) == sealed
 
 
 def dump(txn: ReadTxn, *, without_meta: bool = False) -> dict[str, dict[bytes, bytes]]:

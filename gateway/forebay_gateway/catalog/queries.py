@@ -133,11 +133,11 @@ class ReadTxn:
         """The session's running sums; all zero where there is no such session. A look-up."""
         return SessionSums(*self._sums(self._db.session_sums, schema.u64(session_id), schema.SESSION_LENGTH))
 
-    def sessions_with_sealed(self) -> list[int]:
-        """Ids of the sessions that have SEALED shards. A look at every session's sums, and at no shard."""
+    def sessions_with(self, wanted: Callable[[SessionSums], int]) -> list[int]:
+        """Ids of the sessions of whose sums `wanted` says more than 0. A look at every session's sums, and at no shard."""
         found = []
         for key, value in self._scan(self._db.session_sums):
-            if SessionSums(*schema.unpack_sums(value, schema.SESSION_LENGTH)).sealed:
+            if wanted(SessionSums(*schema.unpack_sums(value, schema.SESSION_LENGTH))):
                 found.append(schema.number_of(key))
         return found
 
@@ -181,9 +181,7 @@ class ReadTxn:
 
     def unsettled(self) -> list[ShardRow]:
         """Shards that are EVICTING or QUARANTINED."""
-        return [
-            self._indexed_shard(schema.shard_of_key(key), "unsettled", key) for key, _ in self._scan(self._db.unsettled)
-        ]
+        return [self._indexed_shard(schema.shard_of_key(key), "unsettled", key) for key, _ in self._scan(self._db.unsettled)]
 
     def chunks(self, key: ShardKey) -> bytes:
         """The shard's packed chunk CRC table. Raises NotFound."""
@@ -296,10 +294,10 @@ class ReadTxn:
         return Totals(used, dirty, shards, {name: TierTotals(*queued[number]) for name, number in self._tiers.items()})
 
     def recount_session(self, session_id: int) -> tuple[SessionSums, dict[str, tuple[int, int, int, int]]]:
-        """What session_sums() and, by tier, session_progress() should say, from the rows themselves. Reads all of the session's."""
+        """What session_sums() and, by tier, session_progress() should say, from the rows themselves. Reads them all."""
         parts = self.parts(session_id)
         committed = [part for part in parts if part.state is PartState.COMMITTED]
-        sums = [len(parts), len(committed), sum(part.shard_count for part in committed), sum(part.size for part in committed)]
+        shard_count, committed_size = sum(part.shard_count for part in committed), sum(part.size for part in committed)
         shards = size = cached = cached_size = sealed = 0
         progress: dict[int, list[int]] = {}
         for row in self.shards(session_id):
@@ -313,10 +311,11 @@ class ReadTxn:
                     for index, more in enumerate((verified, 1, row.size * verified, row.size)):
                         counted[index] += more
         named = {self._tiers.name(tier): (a, b, c, d) for tier, (a, b, c, d) in progress.items()}
-        return SessionSums(*sums, shards, size, cached, cached_size, sealed), named
+        counts = (len(parts), len(committed), shard_count, committed_size)
+        return SessionSums(*counts, shards, size, cached, cached_size, sealed), named
 
     def recount_completeness(self, row: CheckpointRow) -> bool | None:
-        """Whether the checkpoint belongs into the index of complete ones (True), of incomplete ones (False), or into neither."""
+        """Whether the checkpoint belongs into the index of complete ones (True), incomplete ones (False), or neither."""
         if row.deleting:
             return None
         sessions = [session for number in row.session_ids if (session := self.session(number)) is not None]

@@ -199,8 +199,8 @@ class RowKeeper(ReadTxn):
             self._delete(self._db.shards, schema.shard_key(old.key))
 
     def _put_copy(self, shard: ShardRow, tier: int, old: CopyRow | None, new: CopyRow | None, order: int) -> None:
-        """Replace a copy's row (None: absent) with its place in the queue and its share in the sums: the queue's, the part's, the
-        session's."""
+        """Replace a copy's row (None: absent) with its place in the queue and its share in the queue's, the part's and the
+        session's sums."""
         progress = schema.progress_key(shard.session_id, shard.writer, tier)
         for row, sign in ((old, -1), (new, 1)):
             if row is None:

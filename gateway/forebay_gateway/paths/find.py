@@ -6,9 +6,11 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR, manifest_key, parse_step_dir
 from forebay_gateway.core.records import Origin, PublishState, SessionRow
@@ -16,13 +18,14 @@ from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError
+from forebay_wire.manifest import Manifest, ManifestError, ShardEntry
 
 log = logging.getLogger("forebay.find")
 
 RUN_DEPTH_MAX = 16
 ASK_AGAIN_S = 2.0
 STEPS_AT_ONCE = 16
+ADOPTED_AT_ONCE = 1000  # shards in one transaction: some 30 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Finder:
         except NotFound:
             return None
         try:
-            manifest = Manifest.from_json(document)
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
         except ManifestError as error:
             raise Corrupt(f"the manifest is damaged: {error}", tier=tier.name, key=key) from error
         if (manifest.run, manifest.step) != (run, step):
@@ -115,7 +118,12 @@ class Finder:
             return session
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        adopted = await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+        shards = list(manifest.shards())
+        opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
+        for begin in range(0, len(shards), ADOPTED_AT_ONCE):  # whoever waits for an acknowledgement has a turn between
+            some = shards[begin : begin + ADOPTED_AT_ONCE]
+            await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
+        adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
         return adopted
 
@@ -253,3 +261,9 @@ class Finder:
         for name in names:
             if parse_step_dir(name) is None and depth > 0:
                 await self._walk(tier, f"{prefix}{name}/", runs, depth - 1)
+
+
+def _adopt_some(
+    session_id: int, tier: str, shards: Sequence[tuple[int, ShardEntry]], new_id: Callable[[], int], txn: WriteTxn
+) -> None:
+    txn.adopt_shards(session_id, tier, shards, new_id)

@@ -210,7 +210,8 @@ class Retention:
         except NotFound:
             return
         try:
-            theirs = Manifest.from_json(document).session not in {session.session for session in sessions}
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+            theirs = manifest.session not in {session.session for session in sessions}
         except ManifestError:
             theirs = False
         if theirs:

@@ -1,6 +1,7 @@
 """What people and schedulers see of checkpoints: state, what is missing, how far each level is.
 
-Owns the words. A view is made of look-ups alone, however many shards there are. Reads the catalog only; find.py has looked at the tiers before.
+Owns the words. A view is made of look-ups, however many shards there are. Reads the catalog only; find.py has looked at the
+tiers before.
 """
 
 from dataclasses import dataclass
@@ -67,10 +68,9 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
 
 def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
     sums = txn.session_sums(session.id)
+    cache_state = "complete" if sums.cached == sums.shards else "evicted"
     if sums.committed < session.writers:
         cache_state = "incomplete"
-    else:
-        cache_state = "complete" if sums.cached == sums.shards else "evicted"
     views = [LevelView("cache", cache_state, sums.cached_size, sums.size)]
     for tier in node.tiers.values():
         state = session.publish.get(tier.name)

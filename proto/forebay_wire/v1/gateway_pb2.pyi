@@ -354,12 +354,14 @@ class CommitPartRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     metadata_json: _builtins.str
-    """a JSON object, "" for none; writer 0's stands in the manifest"""
+    """in the first message: a JSON object, "" for none; writer 0's stands in the manifest"""
     @_builtins.property
-    def part(self) -> Global___PartRef: ...
+    def part(self) -> Global___PartRef:
+        """in the first message"""
+
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedShard]:
-        """all that this writer means to have put"""
+        """over all messages: all that this writer means to have put, each once"""
 
     def __init__(
         self,
@@ -847,7 +849,7 @@ class ListCheckpointsResponse(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
-        """by step, ascending"""
+        """a page; by step, ascending over all messages"""
 
     def __init__(
         self,
