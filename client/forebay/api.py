@@ -3,6 +3,7 @@
 Owns argument checks and which part of the package a verb goes to. Does not own the same verbs with await (aio.py).
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from os import PathLike
@@ -38,6 +39,8 @@ from forebay_wire.v1 import gateway_pb2 as pb
 STREAMS_MAX = 64
 _DELETE_TIMEOUT_S = 600.0
 _ONCE = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=0.0)
+
+_log = logging.getLogger("forebay")
 
 
 class Client:
@@ -139,6 +142,8 @@ class Client:
     def runs(self) -> list[Run]:
         """All runs that the gateway knows."""
         answer = self._call("ListRuns", pb.ListRunsRequest(), "list runs")
+        if answer.note:
+            _log.warning("%s", answer.note)
         return [record(run, Run) for run in answer.runs]
 
     def checkpoints(self, run: str) -> list[Checkpoint]:

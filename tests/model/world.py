@@ -470,6 +470,8 @@ class World:
         else:
             assert not committed
             assert dropped == len(self.model.parts.pop((step, writer), {}))
+            if not any(key[0] == step for key in self.model.parts):
+                self.model.pinned.discard(step)  # nothing is left to pin
 
     async def pin(self, step: int, pinned: bool) -> None:
         known = any(key[0] == step for key in self.model.parts)

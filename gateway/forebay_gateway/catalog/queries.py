@@ -267,6 +267,11 @@ class ReadTxn:
             key, tier = schema.copy_of_key(entry)
             yield key, self._tiers.name(tier), schema.UPLOAD.decode(value)
 
+    def uploads_of(self, session_id: int, tier: str) -> list[UploadRow]:
+        """Those of one session on one tier."""
+        number, found = self._tiers.number(tier), self._scan(self._db.uploads, schema.u64(session_id))
+        return [schema.UPLOAD.decode(value) for entry, value in found if schema.copy_of_key(entry)[1] == number]
+
     # Sums and settings.
 
     def totals(self) -> Totals:

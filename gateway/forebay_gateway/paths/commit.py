@@ -168,7 +168,8 @@ class CommitPath:
         """Background step: drop open parts that nobody has written to for node.abandon_after. Never committed ones."""
         limit_s = self._node.config.node.abandon_after
         with self._node.catalog.read() as txn:
-            parts = [(part.session_id, part.writer) for part in txn.open_parts()]
+            parts = {(part.session_id, part.writer): None for part in txn.open_parts()}
+        self._writes.remember_only(parts)
         for session_id, writer in parts:
             if self._writes.silent_for_s(session_id, writer) >= limit_s:
                 try:

@@ -9,15 +9,17 @@ left to do is an index in the catalog, so a restart goes on where it was.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from functools import partial
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.recent import Recent
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
-from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key
+from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, run_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardState
 from forebay_gateway.paths.commit import whole_record
@@ -41,6 +43,7 @@ SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
 SHARDS_A_TRANSACTION = 2000
 READS_AT_ONCE = 16
 ANNOUNCE_S_MIN = 0.1
+RUNS_REMEMBERED_MAX = 10_000
 
 
 def predecessor(tier: str, session: str) -> str:
@@ -58,6 +61,7 @@ class Completion:
         self._watch_s: dict[int, float] = {}  # session: pause before the tier is asked again
         self._next_look_s: dict[int, float] = {}
         self._records: dict[int, dict[int, PartRecord]] = {}  # session: parts of other nodes, as read from the tier
+        self._runs_noted: Recent[str, None] = Recent(RUNS_REMEMBERED_MAX)
         self._hinted: set[int] = set()  # sessions of which something was told since they were looked at
         self._look_at_all_s = float("-inf")
         node.changes.listen_sessions(self._hinted.add)
@@ -271,6 +275,7 @@ class Completion:
         looked = predecessor(self._tier.name, "")
         if looked in session.predecessors:
             return session
+        await self._note_run(session.run)
         found = [looked]
         try:
             there, _ = await self._read_manifest(manifest_key(session.run, session.step))
@@ -281,6 +286,14 @@ class Completion:
         await self._node.catalog.write(lambda txn: txn.note_predecessors(session.id, found))
         with self._node.catalog.read() as txn:
             return txn.session(session.id) or session
+
+    async def _note_run(self, run: str) -> None:
+        """On the tier, before anything of the run that is complete: whoever looks for runs need not walk the tier."""
+        if run in self._runs_noted:
+            return
+        with contextlib.suppress(AlreadyExists):
+            await self._tier.tier.put_small(run_key(run), json.dumps({"run": run}).encode(), if_absent=True)
+        self._runs_noted[run] = None
 
     async def _read_manifest(self, key: str) -> tuple[Manifest | None, ObjectInfo]:
         """What is there; None for a document that is damaged (it makes nothing complete, and may be replaced)."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock
+from forebay_gateway.base.recent import Recent
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
@@ -21,6 +22,7 @@ from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 MEND_HINTS_MAX = 4096
+SESSIONS_REMEMBERED_MAX = 65536
 ASIDE_BYTES_MIN = 128 << 10  # of JSON: a few milliseconds
 SHARD_BYTES = 150  # a shard's share in a document, about
 
@@ -73,7 +75,8 @@ class Node:
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
     movers: MoverPool
     changes: Changes = field(default_factory=Changes)
-    first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
+    # session: monotonic, in this process. One that is forgotten counts from when it is seen again.
+    first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))

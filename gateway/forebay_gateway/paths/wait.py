@@ -14,6 +14,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, sessions_of
 
 LOOK_AGAIN_S = 0.25
+LOOK_S_MIN = 0.02
 ASK_AGAIN_S = 1.0  # the tiers, for what is not known here: once for all who wait for it
 ASKED_MAX = 1000
 TELL_EVERY_S = 1.0
@@ -66,6 +67,9 @@ class Waiter:
             if progress.reached:
                 return
             await self._node.changes.wait(LOOK_AGAIN_S)
+            # Many may wait, and much may change at once: each looks at most so often.
+            if (early_s := now_s + LOOK_S_MIN - clock.monotonic()) > 0:
+                await clock.sleep(early_s)
 
     async def _look(self, run: str, step: int, level: str, name: str, began_s: float) -> Progress:
         session = self._session(run, step, name)

@@ -4,12 +4,13 @@ Owns decoding and encoding. PutShard and ReadShard take and give raw messages: t
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound
+from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
@@ -245,15 +246,13 @@ class GatewayService:
         """See gateway.proto."""
         answer = pb.ListRunsResponse()
         for run in await self._paths.find.runs():
-            await self._paths.find.steps(run)
-            with self._node.catalog.read() as txn:
-                views = [found for row in txn.checkpoints(run) if (found := view(self._node, txn, row)) is not None]
-            if not views:
+            steps = await self._paths.find.known_steps(run)
+            if not steps:
                 continue
-            message = answer.runs.add(run=run, checkpoints=len(views))
-            complete = [found.session.step for found in views if found.state == "complete"]
-            if complete:
-                message.latest_step = max(complete)
+            message = answer.runs.add(run=run, checkpoints=len(steps))
+            with contextlib.suppress(NotFound, Unavailable):
+                message.latest_step = (await self._paths.find.latest_of(run, steps)).session.step
+        answer.note = self._paths.find.left_out
         return answer
 
     @answers

@@ -888,6 +888,7 @@ class Run(_message.Message):
     LATEST_STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     checkpoints: _builtins.int
+    """known here, or begun on a tier that can be reached"""
     latest_step: _builtins.int
     """newest complete"""
     def __init__(
@@ -912,16 +913,20 @@ class ListRunsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    note: _builtins.str
+    """what could not be looked at"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]: ...
     def __init__(
         self,
         *,
         runs: _abc.Iterable[Global___Run] | None = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
