@@ -3,6 +3,7 @@
 Owns argument checks and which part of the package a verb goes to. Does not own the same verbs with await (aio.py).
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from os import PathLike
@@ -40,6 +41,8 @@ from forebay_wire.v1 import gateway_pb2 as pb
 STREAMS_MAX = 64
 _DELETE_TIMEOUT_S = 600.0
 _ONCE = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=0.0)
+
+_log = logging.getLogger("forebay")
 
 
 class Client:
@@ -195,13 +198,17 @@ class Client:
     def runs(self) -> list[Run]:
         """All runs that the gateway knows."""
         answer = self._call("ListRuns", pb.ListRunsRequest(), "list runs")
+        if answer.note:
+            _log.warning("%s", answer.note)
         return [record(run, Run) for run in answer.runs]
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """A run's checkpoints by step, incomplete ones too."""
         _check(run)
-        answer = self._call("ListCheckpoints", pb.ListCheckpointsRequest(run=run), f"list the checkpoints of {run!r}")
-        return [record(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+        doing = f"list the checkpoints of {run!r}"
+        request = pb.ListCheckpointsRequest(run=run)
+        pages = self._connection.pages(lambda stubs: stubs.gateway.ListCheckpoints, request, doing)
+        return [record(checkpoint, Checkpoint) for page in pages for checkpoint in page.checkpoints]
 
     def describe(self, run: str, step: int) -> Checkpoint:
         """A checkpoint with its shards. Raises NotFound."""

@@ -146,6 +146,24 @@ class Connection:
         except ValueError as error:
             raise self._if_closed(error, doing) from error
 
+    def pages(self, method: Callable[[Stubs], Any], request: object, doing: str) -> list[Any]:
+        """All messages of a listing; begun anew by this connection's policy while the gateway is away."""
+        attempts = self.policy.begin()
+        while True:
+            cancel.check()
+            try:
+                return self._pages_once(method, request, doing)
+            except ForebayError as error:
+                attempts.pause(error)
+
+    def _pages_once(self, method: Callable[[Stubs], Any], request: object, doing: str) -> list[Any]:
+        call = self.start(method, request, doing)
+        with cancel.watching(call):
+            try:
+                return list(call)
+            except grpc.RpcError as error:
+                raise self.translate(error, doing) from error
+
     def call(
         self,
         method: Callable[[Stubs], Any],
@@ -155,7 +173,8 @@ class Connection:
         timeout_s: float = CALL_TIMEOUT_S,
         policy: RetryPolicy | None = None,
     ) -> Any:
-        """One request, one answer; repeated by `policy` (this connection's, unless given) while the gateway is away or full."""
+        """One request, or a list of them for a method that takes a stream, and one answer. Repeated by `policy` (this
+        connection's, unless given) while the gateway is away or full."""
         attempts = (policy or self.policy).begin()
         while True:
             cancel.check()
@@ -167,6 +186,8 @@ class Connection:
     def _call_once(self, method: Callable[[Stubs], Any], request: object, doing: str, timeout_s: float) -> Any:
         try:
             multicallable = method(self.stubs())
+            if isinstance(request, list):
+                request = iter(request)
             if not cancel.in_scope():
                 return multicallable(request, timeout=timeout_s)
             future = multicallable.future(request, timeout=timeout_s)

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
-
 from forebay import cancel
 from forebay.connection import Connection
 from forebay.convert import record
@@ -28,22 +26,8 @@ def list_shards(connection: Connection, run: str, step: int, session: str) -> tu
     """All shards of a checkpoint, as the gateway lists them."""
     doing = f"list the shards of {run}/{step}"
     request = pb.ListShardsRequest(run=run, step=step, session=session)
-    attempts = connection.policy.begin()
-    while True:
-        cancel.check()
-        try:
-            return _list_once(connection, request, doing)
-        except ForebayError as error:
-            attempts.pause(error)
-
-
-def _list_once(connection: Connection, request: pb.ListShardsRequest, doing: str) -> tuple[Shard, ...]:
-    call = connection.start(lambda stubs: stubs.gateway.ListShards, request, doing)
-    with cancel.watching(call):
-        try:
-            return tuple(record(shard, Shard) for response in call for shard in response.shards)
-        except grpc.RpcError as error:
-            raise connection.translate(error, doing) from error
+    pages = connection.pages(lambda stubs: stubs.gateway.ListShards, request, doing)
+    return tuple(record(shard, Shard) for page in pages for shard in page.shards)
 
 
 class Reader:

@@ -160,10 +160,13 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
                     raise InvalidArgument("the first request names the part")
                 yield pb.PutManyResponse(receipts=self._store.put_batch(part, request.shards))
 
-    def CommitPart(self, request: pb.CommitPartRequest, context: Any) -> pb.CommitPartResponse:
+    def CommitPart(self, requests: Iterator[pb.CommitPartRequest], context: Any) -> pb.CommitPartResponse:
         """As the .proto says."""
         with _answering(context):
             self._begin("CommitPart")
+            request = pb.CommitPartRequest()
+            for message in requests:
+                request.MergeFrom(message)
             with self._store.changed:
                 return self._store.commit(request)
 
@@ -231,7 +234,7 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
             for first in range(0, len(shards), 1000):
                 yield pb.ListShardsResponse(shards=shards[first : first + 1000])
 
-    def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsResponse:
+    def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> Iterator[pb.ListCheckpointsResponse]:
         """As the .proto says."""
         with _answering(context):
             self._begin("ListCheckpoints")
@@ -239,7 +242,9 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
                 steps = sorted(step for run, step in self._store.checkpoints if run == request.run)
                 if not steps:
                     raise NotFound(f"there is no run {request.run!r}")
-                return pb.ListCheckpointsResponse(checkpoints=[self._store.describe(request.run, step) for step in steps])
+                found = [self._store.describe(request.run, step) for step in steps]
+            for first in range(0, len(found), 200):
+                yield pb.ListCheckpointsResponse(checkpoints=found[first : first + 200])
 
     def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
         """As the .proto says."""

@@ -31,6 +31,7 @@ from forebay_wire.v1 import gateway_pb2 as pb
 SMALL_BYTES_MAX = 1 << 20
 BATCH_BYTES_MAX = 2 << 20
 BATCH_SHARDS_MAX = 500
+COMMIT_BATCH = 1000  # shards in one message of a commit: a name may have 1 KiB
 # An abort is a courtesy: the gateway drops what stays uncommitted by itself. It must not hold a failing job up.
 _ABORT_POLICY = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=3.0)
 _ABORT_TIMEOUT_S = 10.0
@@ -283,12 +284,12 @@ class CheckpointWriter:
                 raise DeadlineExceeded(f"{doing}: no time was left")
             timeout_s = min(timeout_s, remaining_s)
             policy = RetryPolicy(min(policy.admit_timeout_s, remaining_s), min(policy.retry_timeout_s, remaining_s))
-        request = pb.CommitPartRequest(
-            part=self._part,
-            shards=[pb.ExpectedShard(name=item.name, size=item.size, crc32c=item.crc32c) for item in expected],
-            metadata_json=self._metadata_json,
-        )
-        return self._connection.call(lambda stubs: stubs.gateway.CommitPart, request, doing, timeout_s=timeout_s, policy=policy)
+        shards = [pb.ExpectedShard(name=item.name, size=item.size, crc32c=item.crc32c) for item in expected]
+        requests = [pb.CommitPartRequest(part=self._part, metadata_json=self._metadata_json, shards=shards[:COMMIT_BATCH])]
+        for begin in range(COMMIT_BATCH, len(shards), COMMIT_BATCH):
+            requests.append(pb.CommitPartRequest(shards=shards[begin : begin + COMMIT_BATCH]))
+        commit = self._connection.call
+        return commit(lambda stubs: stubs.gateway.CommitPart, requests, doing, timeout_s=timeout_s, policy=policy)
 
 
 def part_ref(run: str, step: int, session: str, writer: int, writers: int) -> pb.PartRef:

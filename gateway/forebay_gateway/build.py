@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
-from forebay_gateway.base.tasks import Crew, Worker
+from forebay_gateway.base.tasks import Crew, Worker, uncut_left
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog, CatalogDamaged, is_damage
@@ -41,10 +41,11 @@ from forebay_gateway.paths.complete import Announcer, Completion
 from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.handover import leave_clean
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
-from forebay_gateway.paths.recover import recover, recover_copies
+from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.steady import Step, steady
 from forebay_gateway.paths.wait import Waiter
@@ -102,8 +103,8 @@ class Gateway:
             node = await open_node(config, source, clock, catalog_failed)
             gateway = cls(node, source, catalog_failed)
             try:
-                await recover(node)
-                gateway._wire()
+                unchecked = await recover(node)
+                gateway._wire(unchecked)
                 await gateway._listen()
             except CatalogDamaged as error:  # what opening it did not show; the next round takes it for damaged
                 await gateway.stop(0.0)
@@ -116,7 +117,7 @@ class Gateway:
             else:
                 return gateway
 
-    def _wire(self) -> None:
+    def _wire(self, unchecked: set[int]) -> None:
         """Paths, workers, services."""
         node = self.node
         evictor = Evictor(node)
@@ -151,6 +152,7 @@ class Gateway:
             node.changes.listen(worker.wake)
         for worker in (*changing, *quiet):
             self._crew.add(worker)
+        self._crew.add(self._worker("check files", StartCheck(node, unchecked).step, 3600.0))
         self._crew.add("loop lag", self._lag.run)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers(
@@ -233,9 +235,11 @@ class Gateway:
             await self._writes.settled(SETTLE_S_MAX)
         stopping = asyncio.ensure_future(self._crew.stop(grace_s))
         await node.movers.stop(min(grace_s, 2.0))
-        await stopping
+        ended = await stopping
         for tier in node.tiers.values():
             await tier.tier.close()
+        if ended and self._writes is not None and not self._writes.open_streams and not uncut_left():
+            await leave_clean(node)
         await node.catalog.close()
         node.io.close()
         node.cache.release()

@@ -91,6 +91,25 @@ def manifest(parts: list[list[ShardEntry]], *, run: str = "team/run", step: int 
     return Manifest.of_parts(records, "node-2")
 
 
+def check_sums(txn: ReadTxn) -> None:
+    """Every running sum and small index says what the rows say."""
+    assert txn.totals() == txn.recount()
+    for session in txn.sessions():
+        sums, progress = txn.recount_session(session.id)
+        assert txn.session_sums(session.id) == sums
+        shown = {tier: txn.session_progress(session.id, tier) for tier in txn.totals().tiers}
+        assert {tier: each for tier, each in shown.items() if any(each)} == progress
+    rows = [row for run in txn.runs() for row in txn.checkpoints(run)]
+    said = {(row.run, row.step): txn.completeness(row) for row in rows}
+    assert said == {(row.run, row.step): txn.recount_completeness(row) for row in rows}
+    assert txn.complete_count() == sum(each is True for each in said.values())
+    assert [said[row.run, row.step] for row in txn.incomplete()] == [False] * txn.incomplete_count()
+    unsettled = [row for row in txn.all_shards() if row.state in (ShardState.EVICTING, ShardState.QUARANTINED)]
+    assert txn.unsettled() == unsettled
+    sealed = [session.id for session in txn.sessions() if any(row.state is ShardState.SEALED for row in txn.shards(session.id))]
+    assert txn.sessions_with(lambda sums: sums.sealed) == sealed
+
+
 def dump(txn: ReadTxn, *, without_meta: bool = False) -> dict[str, dict[bytes, bytes]]:
     """Every entry of every database."""
     names = [field.name for field in fields(txn._db) if not (without_meta and field.name in ("meta", "tiers"))]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from catalog.kit import SMALL, TIERS, entry, manifest, sealed
+from catalog.kit import SMALL, TIERS, check_sums, entry, manifest, sealed
 from forebay_gateway.catalog import Catalog, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt
 from forebay_gateway.core.records import CopyRow, ShardKey, ShardRow, TierTotals, Totals
@@ -273,6 +273,10 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         evictable.sort(key=lambda row: (self.fetched.get(row.key, self.order(row)), row.key))
         with self.catalog.read() as txn:
             assert list(txn.evictable()) == evictable
+            for kept in self.sessions:
+                others = [row for row in evictable if row.session_id != kept]
+                assert list(txn.evictable(kept.__eq__)) == others
+            check_sums(txn)
             assert [row.id for row in txn.sessions()] == sorted(self.sessions)
             assert sorted({row.step for row in txn.checkpoints("run")}) == sorted(set(self.sessions.values()))
             assert txn.runs() == (["run"] if self.sessions else [])

@@ -213,7 +213,7 @@ async def test_another_node_s_catalog_is_refused(tmp_path: Path) -> None:
 
 async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as catalog:
-        await catalog.write(lambda txn: txn._put(txn._db.meta, schema.META_FORMAT, schema.u64(2)))
+        await catalog.write(lambda txn: txn._put(txn._db.meta, schema.META_FORMAT, schema.u64(schema.FORMAT_VERSION + 1)))
     with pytest.raises(StartupError, match="another release") as caught:
         await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
     assert not isinstance(caught.value, CatalogDamaged)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from catalog.kit import check_sums
 from forebay_gateway import build
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
@@ -469,6 +470,8 @@ class World:
         else:
             assert not committed
             assert dropped == len(self.model.parts.pop((step, writer), {}))
+            if not any(key[0] == step for key in self.model.parts):
+                self.model.pinned.discard(step)  # nothing is left to pin
 
     async def pin(self, step: int, pinned: bool) -> None:
         known = any(key[0] == step for key in self.model.parts)
@@ -573,7 +576,7 @@ class World:
             views = [found for row in txn.checkpoints(RUN) if (found := view(node, txn, row)) is not None]
             assert {found.session.step for found in views if found.state == "complete"} == self.model.complete()
             totals = txn.totals()
-            assert totals == txn.recount()
+            check_sums(txn)
             rows = {row.key: row for row in txn.all_shards()}
             parts = [part for session in txn.sessions() for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
             promised = {(part.session_id, part.writer, part.commit_seq) for part in parts if not part.is_adopted}

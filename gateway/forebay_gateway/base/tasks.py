@@ -11,13 +11,21 @@ from typing import Any, TypeVar
 
 from forebay_gateway.base.clock import Clock
 
-__all__ = ["Crew", "Worker", "uncut"]
+__all__ = ["Crew", "Worker", "uncut", "uncut_left"]
 
 log = logging.getLogger("forebay.tasks")
 
 
 T = TypeVar("T")
 _Run = Callable[[], Coroutine[Any, Any, Any]]
+
+
+_uncut: "set[asyncio.Future[Any]]" = set()
+
+
+def uncut_left() -> bool:
+    """Whether an act that must go on to its end has not come to it."""
+    return bool(_uncut)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -30,6 +38,8 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def uncut(act: Coroutine[Any, Any, T]) -> T:
     """The result of `act`, which goes on to its end also where the caller is cancelled; what it raises then is logged."""
     task = asyncio.ensure_future(act)
+    _uncut.add(task)
+    task.add_done_callback(_uncut.discard)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -138,15 +148,19 @@ class Crew:
         if error is not None:
             raise error
 
-    async def stop(self, deadline_s: float) -> None:
-        """Let steps under way finish for up to `deadline_s` seconds, cancel what is left, wait for it. Idempotent."""
+    async def stop(self, deadline_s: float) -> bool:
+        """Let steps under way finish for up to `deadline_s` seconds, cancel what is left, wait for it. Idempotent. Whether all
+        steps came to their end, and none had failed."""
         self._stopped = True
         for worker in self._workers:
             worker.finish()
         names = {worker.name for worker in self._workers}
         steps = [task for task, name in self._tasks.items() if name in names and task is not asyncio.current_task()]
+        late: set[asyncio.Task[Any]] = set()
         if steps:
-            await asyncio.wait(steps, timeout=deadline_s)
+            _, late = await asyncio.wait(steps, timeout=deadline_s)
         await _cancel(self._tasks)
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(None)
+        failed = self._outcome is not None and self._outcome.done() and self._outcome.result() is not None
+        return self._outcome is not None and not late and not failed

@@ -40,12 +40,14 @@ FORMAT = "FORMAT"
 INCOMING = "incoming"
 DATA = "data"
 ASIDE_PREFIX = "catalog.damaged-"  # a catalog that could not be used any more, kept for whoever wants to look at it
-_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, INCOMING, DATA, "catalog", "lost+found"})
+CLEAN = "CLEAN"  # what an orderly stop left, see paths/handover
+_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, CLEAN, INCOMING, DATA, "catalog", "lost+found"})
 _PRIVATE_DIR = 0o700  # weights are no one else's business on a shared node
 
 _INCOMING_NAME = re.compile(r"([0-9a-f]{16})\.tmp\Z")
 _SESSION_NAME = re.compile(r"[0-9a-f]{16}\Z")
 _SHARD_NAME = re.compile(r"([0-9a-f]{16})\.shard\Z")
+_SHARD_NAME_LENGTH = 22
 _PART_NAME = re.compile(r"part-(0|[1-9][0-9]*)-(0|[1-9][0-9]*)\.json\Z")
 
 
@@ -224,17 +226,38 @@ class CacheDir:
 
     def scan(self) -> Iterator[FoundFile]:
         """Every file below the cache directory but the lock, the format and the catalog. Names and sizes, no contents."""
+        yield from self.scan_top()
+        for session_id in self.session_ids():
+            for inner in _entries(self.session_path(session_id)):
+                yield from _found(inner, _classify_data(inner, session_id))
+
+    def session_ids(self) -> list[int]:
+        """Of the sessions that have a directory."""
+        found = _entries(self.path / DATA)
+        return sorted(int(entry.name, 16) for entry in found if _is_session(entry))
+
+    def scan_session(self, session_id: int) -> tuple[dict[int, int], list[FoundFile]]:
+        """One session's shard files, shard id: size in bytes, and whatever else is in its directory. No more than a name and a
+        size is made of a shard: there may be a million of them."""
+        sizes: dict[int, int] = {}
+        others: list[FoundFile] = []
+        for entry in _entries(self.session_path(session_id)):
+            if len(entry.name) == _SHARD_NAME_LENGTH and _SHARD_NAME.match(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[int(entry.name[:16], 16)] = entry.stat(follow_symlinks=False).st_size
+            else:
+                others += _found(entry, _classify_data(entry, session_id))
+        return sizes, others
+
+    def scan_top(self) -> Iterator[FoundFile]:
+        """The files outside of the sessions' directories."""
         for entry in _entries(self.path):
             if entry.name not in _KNOWN_AT_TOP and not entry.name.startswith((durable.TEMP_PREFIX, ASIDE_PREFIX)):
                 yield from _found(entry, FoundFile("foreign", Path(entry.path), 0))
         for entry in _entries(self.path / INCOMING):
             yield from _found(entry, _classify_incoming(entry))
         for entry in _entries(self.path / DATA):
-            if _SESSION_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
-                session_id = int(entry.name, 16)
-                for inner in _entries(Path(entry.path)):
-                    yield from _found(inner, _classify_data(inner, session_id))
-            else:
+            if not _is_session(entry):
                 yield from _found(entry, FoundFile("foreign", Path(entry.path), 0))
 
     def _check_format(self, *, create: bool) -> None:
@@ -324,6 +347,10 @@ def _probe_read(path: Path) -> bool:
 def _entries(directory: Path) -> "Iterator[os.DirEntry[str]]":
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         yield from entries
+
+
+def _is_session(entry: "os.DirEntry[str]") -> bool:
+    return _SESSION_NAME.match(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
 def _classify_incoming(entry: "os.DirEntry[str]") -> FoundFile:

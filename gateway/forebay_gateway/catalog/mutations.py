@@ -4,7 +4,7 @@ Owns which rows change together, and what is refused. How a row is kept with its
 and becomes durable is env. Knows nothing of files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -268,27 +268,46 @@ class WriteTxn(RowKeeper):
         Shards that are not here are added as EVICTED with a VERIFIED copy; those that are here keep their state, and their copy
         is VERIFIED unless it is QUARANTINED. Raises Corrupt where one differs from the manifest, and as open_session does.
         """
+        session = self.begin_adoption(manifest, session_id)
+        self.adopt_shards(session.id, tier, manifest.shards(), new_id)
+        return self.finish_adoption(session.id, manifest, tier)
+
+    def begin_adoption(self, manifest: Manifest, session_id: int) -> SessionRow:
+        """adopt_manifest() in several acts, for long ones: the session alone. Nobody takes it for complete."""
+        names = (manifest.run, manifest.step, manifest.session, manifest.writers)
+        return self.open_session(*names, session_id=session_id, origin=Origin.TIER)
+
+    def adopt_shards(
+        self, session_id: int, tier: str, shards: Iterable[tuple[int, ShardEntry]], new_id: Callable[[], int]
+    ) -> None:
+        """Some of its shards; those that are here already stay. Raises NotFound where the session went meanwhile, Corrupt."""
+        self._session(session_id)
         number = self._tiers.number(tier)
-        session = self.open_session(
-            manifest.run,
-            manifest.step,
-            manifest.session,
-            manifest.writers,
-            session_id=session_id,
-            origin=Origin.TIER,
-        )
+        for writer, entry in shards:
+            self._adopt_shard(session_id, writer, entry, number, new_id)
+
+    def finish_adoption(self, session_id: int, manifest: Manifest, tier: str) -> SessionRow:
+        """Its parts, once all shards are there; from here on it is complete. Raises NotFound."""
         for part in manifest.parts:
-            if self.part(session.id, part.writer) is None:
+            if self.part(session_id, part.writer) is None:
                 size = sum(entry.size for entry in part.shards)
-                row = PartRow(session.id, part.writer, PartState.COMMITTED, shard_count=len(part.shards), size=size)
+                row = PartRow(session_id, part.writer, PartState.COMMITTED, shard_count=len(part.shards), size=size)
                 self._put_part(row)
-        for writer, entry in manifest.shards():
-            self._adopt_shard(session.id, writer, entry, number, new_id)
-        return self.set_publish(session.id, tier, PublishState.COMPLETE)
+        return self.set_publish(session_id, tier, PublishState.COMPLETE)
 
     def rewrite_totals(self) -> Totals:
-        """Set the running sums to what the rows say; those sums. A full scan."""
+        """Set the running sums to what the rows say, the sessions' too; the sums over all. A full scan."""
         self._flush_sums()
+        for session in list(self.sessions()):
+            sums, progress = self.recount_session(session.id)
+            self._put(self._db.session_sums, schema.u64(session.id), schema.pack_sums(sums))
+            for name, number in self._tiers.items():
+                key = schema.session_tier_key(session.id, number)
+                if name in progress:
+                    self._put(self._db.session_progress, key, schema.pack_sums(progress[name]))
+                else:
+                    self._delete(self._db.session_progress, key)
+            self._changed.add((session.run, session.step))
         counted = self.recount()
         self._put(self._db.meta, schema.META_TOTALS, schema.pack_sums((counted.used, counted.dirty, counted.shards)))
         for name, number in self._tiers.items():

@@ -3,17 +3,20 @@
 Owns look-ups, scans and sums. Does not own when a snapshot begins and ends (env), and changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from forebay_gateway.catalog import schema
 from forebay_gateway.catalog.schema import CatalogDamaged, Database, Databases, TierNumbers, Transaction
 from forebay_gateway.core.errors import NotFound
+from forebay_gateway.core.policy import is_unfinished, is_whole
 from forebay_gateway.core.records import (
     CheckpointRow,
     CopyRow,
     PartRow,
+    PartState,
     PendingCopy,
     SessionRow,
+    SessionSums,
     ShardKey,
     ShardRow,
     TierTotals,
@@ -22,6 +25,8 @@ from forebay_gateway.core.records import (
 )
 from forebay_gateway.core.states import CopyState, ShardState
 
+# What start-up looks at, whatever else there is.
+UNSETTLED = frozenset({ShardState.EVICTING, ShardState.QUARANTINED})
 # A copy is in its tier's queue until one of these is reached. QUARANTINED is in it: it still has to be put again.
 OUT_OF_QUEUE = frozenset({CopyState.VERIFIED, CopyState.SKIPPED})
 
@@ -101,9 +106,40 @@ class ReadTxn:
 
     def unpublished(self, tier: str) -> Iterator[SessionRow]:
         """Sessions that are PENDING on the tier, in the order of the commits that made them so."""
+        for session_id in self.unpublished_ids(tier):
+            data = self._get(self._db.sessions, schema.u64(session_id))
+            yield schema.SESSION.decode(self._there(data, "publish", schema.u64(session_id)))
+
+    def unpublished_ids(self, tier: str) -> Iterator[int]:
+        """Their ids alone, for those who look at them one by one."""
         for key, _ in self._scan(self._db.publish, schema.tier_prefix(self._tiers.number(tier))):
-            data = self._get(self._db.sessions, schema.u64(schema.session_of_publish_key(key)))
-            yield schema.SESSION.decode(self._there(data, "publish", key))
+            yield schema.session_of_publish_key(key)
+
+    def complete_count(self) -> int:
+        """How many checkpoints have a whole session and are not being deleted. A look-up."""
+        return self._entries(self._db.complete)
+
+    def incomplete_count(self) -> int:
+        """How many have none, and something is still to come. A look-up."""
+        return self._entries(self._db.incomplete)
+
+    def incomplete(self) -> Iterator[CheckpointRow]:
+        """The latter, a run's side by side, by step."""
+        for key, _ in self._scan(self._db.incomplete):
+            data = self._get(self._db.checkpoints, key)
+            yield schema.CHECKPOINT.decode(self._there(data, "incomplete", key))
+
+    def session_sums(self, session_id: int) -> SessionSums:
+        """The session's running sums; all zero where there is no such session. A look-up."""
+        return SessionSums(*self._sums(self._db.session_sums, schema.u64(session_id), schema.SESSION_LENGTH))
+
+    def sessions_with(self, wanted: Callable[[SessionSums], int]) -> list[int]:
+        """Ids of the sessions of whose sums `wanted` says more than 0. A look at every session's sums, and at no shard."""
+        found = []
+        for key, value in self._scan(self._db.session_sums):
+            if wanted(SessionSums(*schema.unpack_sums(value, schema.SESSION_LENGTH))):
+                found.append(schema.number_of(key))
+        return found
 
     def open_parts(self) -> Iterator[PartRow]:
         """Parts that are OPEN, by session and writer."""
@@ -132,14 +168,20 @@ class ReadTxn:
         row = None if data is None else self.shard(ShardKey(session_id, schema.number_of(data)))
         return row if row is not None and row.name == name else None
 
-    def shards(self, session_id: int, writer: int | None = None) -> Iterator[ShardRow]:
-        """The session's shards, or only one writer's, by shard id."""
+    def shards(self, session_id: int, writer: int | None = None, after: int = -1) -> Iterator[ShardRow]:
+        """The session's shards, or only one writer's, by shard id, from behind the id `after`."""
         if writer is None:
-            for _, value in self._scan(self._db.shards, schema.u64(session_id)):
+            start = schema.shard_key(ShardKey(session_id, after + 1))
+            for _, value in self._scan(self._db.shards, schema.u64(session_id), start):
                 yield schema.SHARD.decode(value)
             return
-        for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer)):
+        start = schema.part_shard_key(session_id, writer, after + 1)
+        for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer), start):
             yield self._indexed_shard(schema.shard_of_part_shard_key(key), "part_shards", key)
+
+    def unsettled(self) -> list[ShardRow]:
+        """Shards that are EVICTING or QUARANTINED."""
+        return [self._indexed_shard(schema.shard_of_key(key), "unsettled", key) for key, _ in self._scan(self._db.unsettled)]
 
     def chunks(self, key: ShardKey) -> bytes:
         """The shard's packed chunk CRC table. Raises NotFound."""
@@ -159,10 +201,25 @@ class ReadTxn:
         """Every shard that should have a file in the cache. A full scan."""
         return (row for row in self.all_shards() if row.disk_size > 0)
 
-    def evictable(self) -> Iterator[ShardRow]:
-        """EVICTABLE shards, those first that came first into the cache: by their part's commit or their fetch from a tier."""
-        for key, _ in self._scan(self._db.evictable):
-            yield self._indexed_shard(schema.shard_of_evictable_key(key), "evictable", key)
+    def evictable(self, kept: Callable[[int], bool] = lambda session_id: False) -> Iterator[ShardRow]:
+        """EVICTABLE shards, those first that came first into the cache: by their part's commit or their fetch from a tier.
+
+        Those of a session that `kept` says yes to are passed over, a part at a time.
+        """
+        if self._ended:
+            raise RuntimeError(self._ended)
+        with self._txn.cursor(self._db.evictable) as cursor:
+            there = cursor.first()
+            while there:
+                key = cursor.key()
+                shard = schema.shard_of_evictable_key(key)
+                if kept(shard.session_id):
+                    there = cursor.set_range(schema.behind_session_of_evictable_key(key))
+                    continue
+                yield self._indexed_shard(shard, "evictable", key)
+                if self._ended:
+                    raise RuntimeError(self._ended)
+                there = cursor.next()
 
     # Copies.
 
@@ -193,6 +250,12 @@ class ReadTxn:
         verified, shards, verified_bytes, size = self._sums(self._db.progress, key, schema.PROGRESS_LENGTH)
         return verified, shards, verified_bytes, size
 
+    def session_progress(self, session_id: int, tier: str) -> tuple[int, int, int, int]:
+        """The sum of part_progress over the session's parts. A look-up."""
+        key = schema.session_tier_key(session_id, self._tiers.number(tier))
+        verified, shards, verified_bytes, size = self._sums(self._db.session_progress, key, schema.PROGRESS_LENGTH)
+        return verified, shards, verified_bytes, size
+
     def upload(self, key: ShardKey, tier: str) -> UploadRow | None:
         """The upload that was begun for this copy."""
         data = self._get(self._db.uploads, schema.copy_key(key, self._tiers.number(tier)))
@@ -203,6 +266,11 @@ class ReadTxn:
         for entry, value in self._scan(self._db.uploads):
             key, tier = schema.copy_of_key(entry)
             yield key, self._tiers.name(tier), schema.UPLOAD.decode(value)
+
+    def uploads_of(self, session_id: int, tier: str) -> list[UploadRow]:
+        """Those of one session on one tier."""
+        number, found = self._tiers.number(tier), self._scan(self._db.uploads, schema.u64(session_id))
+        return [schema.UPLOAD.decode(value) for entry, value in found if schema.copy_of_key(entry)[1] == number]
 
     # Sums and settings.
 
@@ -230,10 +298,53 @@ class ReadTxn:
                     queued[tier][1] += row.size
         return Totals(used, dirty, shards, {name: TierTotals(*queued[number]) for name, number in self._tiers.items()})
 
+    def recount_session(self, session_id: int) -> tuple[SessionSums, dict[str, tuple[int, int, int, int]]]:
+        """What session_sums() and, by tier, session_progress() should say, from the rows themselves. Reads them all."""
+        parts = self.parts(session_id)
+        committed = [part for part in parts if part.state is PartState.COMMITTED]
+        shard_count, committed_size = sum(part.shard_count for part in committed), sum(part.size for part in committed)
+        shards = size = cached = cached_size = sealed = 0
+        progress: dict[int, list[int]] = {}
+        for row in self.shards(session_id):
+            shards, size = shards + 1, size + row.size
+            cached, cached_size = cached + row.is_cached, cached_size + row.size * row.is_cached
+            sealed += row.state is ShardState.SEALED
+            for tier, copy in self._copy_rows(row.key):
+                if copy.state is not CopyState.SKIPPED:
+                    verified = copy.state is CopyState.VERIFIED
+                    counted = progress.setdefault(tier, [0, 0, 0, 0])
+                    for index, more in enumerate((verified, 1, row.size * verified, row.size)):
+                        counted[index] += more
+        named = {self._tiers.name(tier): (a, b, c, d) for tier, (a, b, c, d) in progress.items()}
+        counts = (len(parts), len(committed), shard_count, committed_size)
+        return SessionSums(*counts, shards, size, cached, cached_size, sealed), named
+
+    def recount_completeness(self, row: CheckpointRow) -> bool | None:
+        """Whether the checkpoint belongs into the index of complete ones (True), incomplete ones (False), or neither."""
+        if row.deleting:
+            return None
+        sessions = [session for number in row.session_ids if (session := self.session(number)) is not None]
+        sums = [self.session_sums(session.id) for session in sessions]
+        if any(is_whole(session, of.committed) for session, of in zip(sessions, sums, strict=True)):
+            return True
+        return False if any(is_unfinished(session, of) for session, of in zip(sessions, sums, strict=True)) else None
+
+    def completeness(self, row: CheckpointRow) -> bool | None:
+        """What the indexes say of it, as recount_completeness() does."""
+        key = schema.checkpoint_key(row.run, row.step)
+        if self._get(self._db.complete, key) is not None:
+            return True
+        return None if self._get(self._db.incomplete, key) is None else False
+
     def setting(self, name: str) -> bytes | None:
         """A small named value."""
         key = name.encode("utf-8")
         return self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
+
+    def _entries(self, database: Database) -> int:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        return self._txn.stat(database)["entries"]
 
     def _sums(self, database: Database, key: bytes, length: int) -> tuple[int, ...]:
         return schema.unpack_sums(self._get(database, key), length)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from forebay_gateway.catalog import schema
-from forebay_gateway.catalog.queries import OUT_OF_QUEUE, ReadTxn
+from forebay_gateway.catalog.queries import OUT_OF_QUEUE, UNSETTLED, ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged, Database, Databases, TierNumbers, Transaction
 from forebay_gateway.core.errors import AlreadyExists, NotFound
 from forebay_gateway.core.records import (
@@ -20,6 +20,7 @@ from forebay_gateway.core.records import (
     PartState,
     PublishState,
     SessionRow,
+    SessionSums,
     ShardKey,
     ShardRow,
     Totals,
@@ -54,7 +55,9 @@ class RowKeeper(ReadTxn):
     def __init__(self, txn: Transaction, databases: Databases, tiers: TierNumbers, commits: RisingNumber) -> None:
         super().__init__(txn, databases, tiers)
         self._commits = commits
-        self._deltas: dict[tuple[bool, bytes], list[int]] = {}  # (of progress, else of meta; key): what to add to the sums
+        self._deltas: dict[tuple[str, bytes], list[int]] = {}  # (database, key): what to add to the sums
+        self._changed: set[tuple[str, int]] = set()  # checkpoints whose completeness may be another one
+        self._changed_sessions: set[int] = set()  # the same, by their sessions
         self._id_seen = 0
 
     def totals(self) -> Totals:
@@ -67,6 +70,16 @@ class RowKeeper(ReadTxn):
         self._flush_sums()
         return super().part_progress(session_id, writer, tier)
 
+    def session_progress(self, session_id: int, tier: str) -> tuple[int, int, int, int]:
+        """As in ReadTxn, with this act's changes."""
+        self._flush_sums()
+        return super().session_progress(session_id, tier)
+
+    def session_sums(self, session_id: int) -> SessionSums:
+        """As in ReadTxn, with this act's changes."""
+        self._flush_sums()
+        return super().session_sums(session_id)
+
     @property
     def highest_id(self) -> int:
         """Of the sessions and shards that the act added; 0 for none."""
@@ -75,6 +88,7 @@ class RowKeeper(ReadTxn):
     def finish(self) -> None:
         """Write what the act left for its end. Called once, by the writer thread, before the act's commit."""
         self._flush_sums()
+        self._index_completeness()
         if self._id_seen:
             self._raise_meta(schema.META_ID_FLOOR, self._id_seen)
 
@@ -111,15 +125,17 @@ class RowKeeper(ReadTxn):
         self._txn.delete(key, db=database)
 
     def _put_checkpoint(self, row: CheckpointRow) -> None:
+        self._changed.add((row.run, row.step))
         self._put(self._db.checkpoints, schema.checkpoint_key(row.run, row.step), schema.CHECKPOINT.encode(row))
 
     def _put_session(self, row: SessionRow) -> None:
+        self._changed.add((row.run, row.step))
         self._put(self._db.sessions, schema.u64(row.id), schema.SESSION.encode(row))
         for tier, state in row.publish.items():
             self._index_publish(row, self._tiers.number(tier), state is PublishState.PENDING)
 
     def _index_publish(self, row: SessionRow, tier: int, wanted: bool) -> None:
-        order_key = schema.publish_order_key(row.id, tier)
+        order_key = schema.session_tier_key(row.id, tier)
         held = self._get(self._db.publish_order, order_key)
         if wanted and held is None:
             self._put(self._db.publish_order, order_key, schema.u64(row.commit_seq))
@@ -130,11 +146,20 @@ class RowKeeper(ReadTxn):
 
     def _put_part(self, row: PartRow) -> None:
         key = schema.part_key(row.session_id, row.writer)
+        self._count_part(self.part(row.session_id, row.writer), -1)
+        self._count_part(row, 1)
         self._put(self._db.parts, key, schema.PART.encode(row))
         if row.state is PartState.OPEN:
             self._put(self._db.open_parts, key, b"")
         else:
             self._delete(self._db.open_parts, key)
+
+    def _count_part(self, row: PartRow | None, sign: int) -> None:
+        if row is not None:
+            committed = sign * (row.state is PartState.COMMITTED)
+            sums = (sign, committed, committed * row.shard_count, committed * row.size, 0, 0, 0, 0, 0)
+            self._add("session_sums", schema.u64(row.session_id), *sums)
+            self._changed_sessions.add(row.session_id)
 
     def _add_shard(self, old: ShardRow | None, row: ShardRow, chunks: bytes) -> None:
         name = schema.name_key(row.session_id, row.name)
@@ -148,12 +173,20 @@ class RowKeeper(ReadTxn):
         self._id_seen = max(self._id_seen, row.shard_id)
 
     def _put_shard(self, old: ShardRow | None, new: ShardRow | None) -> None:
-        """Replace a shard's row (None: absent) with its share in the totals and its place in `evictable`."""
+        """Replace a shard's row (None: absent) with its share in the sums and its places in `evictable` and `unsettled`."""
         for row, sign in ((old, -1), (new, 1)):
             if row is None:
                 continue
             dirty = row.disk_size if row.state is ShardState.SEALED else 0
-            self._add(False, schema.META_TOTALS, sign * row.disk_size, sign * dirty, sign)
+            self._add("meta", schema.META_TOTALS, sign * row.disk_size, sign * dirty, sign)
+            cached, sealed = sign * row.is_cached, sign * (row.state is ShardState.SEALED)
+            sums = (0, 0, 0, 0, sign, sign * row.size, cached, cached * row.size, sealed)
+            self._add("session_sums", schema.u64(row.session_id), *sums)
+            if row.state in UNSETTLED:
+                if sign > 0:
+                    self._put(self._db.unsettled, schema.shard_key(row.key), b"")
+                else:
+                    self._delete(self._db.unsettled, schema.shard_key(row.key))
             if row.state is ShardState.EVICTABLE:
                 entry = schema.evictable_key(self._eviction_order(row), row.key)
                 if sign > 0:
@@ -166,7 +199,8 @@ class RowKeeper(ReadTxn):
             self._delete(self._db.shards, schema.shard_key(old.key))
 
     def _put_copy(self, shard: ShardRow, tier: int, old: CopyRow | None, new: CopyRow | None, order: int) -> None:
-        """Replace a copy's row (None: absent) with its place in the queue and its share in the queue's and the part's sums."""
+        """Replace a copy's row (None: absent) with its place in the queue and its share in the queue's, the part's and the
+        session's sums."""
         progress = schema.progress_key(shard.session_id, shard.writer, tier)
         for row, sign in ((old, -1), (new, 1)):
             if row is None:
@@ -174,9 +208,11 @@ class RowKeeper(ReadTxn):
             count, size = sign, sign * shard.size
             verified = row.state is CopyState.VERIFIED
             if row.state is not CopyState.SKIPPED:
-                self._add(True, progress, count * verified, count, size * verified, size)
+                shares = (count * verified, count, size * verified, size)
+                self._add("progress", progress, *shares)
+                self._add("session_progress", schema.session_tier_key(shard.session_id, tier), *shares)
             if row.state not in OUT_OF_QUEUE:
-                self._add(False, schema.queue_key(tier), count, size)
+                self._add("meta", schema.queue_key(tier), count, size)
                 entry = schema.pending_key(tier, order, shard.key)
                 if sign > 0:
                     self._put(self._db.pending, entry, b"")
@@ -214,10 +250,12 @@ class RowKeeper(ReadTxn):
 
     def _drop_part_row(self, part: PartRow) -> None:
         key = schema.part_key(part.session_id, part.writer)
+        self._count_part(part, -1)
         self._delete(self._db.parts, key)
         self._delete(self._db.open_parts, key)
 
     def _drop_session_row(self, session: SessionRow) -> None:
+        self._changed.add((session.run, session.step))
         for _, tier in self._tiers.items():
             self._index_publish(session, tier, False)
         self._delete(self._db.sessions, schema.u64(session.id))
@@ -255,15 +293,29 @@ class RowKeeper(ReadTxn):
         if held is None or schema.number_of(held) < floor:
             self._put(self._db.meta, key, schema.u64(floor))
 
-    def _add(self, progress: bool, key: bytes, *deltas: int) -> None:
-        sums = self._deltas.setdefault((progress, key), [0] * len(deltas))
+    def _index_completeness(self) -> None:
+        """Put the checkpoints that this act touched where they belong."""
+        for session_id in self._changed_sessions:
+            if (session := self.session(session_id)) is not None:
+                self._changed.add((session.run, session.step))
+        for run, step in self._changed:
+            row, key = self.checkpoint(run, step), schema.checkpoint_key(run, step)
+            belongs = None if row is None else self.recount_completeness(row)
+            for wanted, database in ((True, self._db.complete), (False, self._db.incomplete)):
+                if belongs is wanted:
+                    self._put(database, key, b"")
+                else:
+                    self._delete(database, key)
+
+    def _add(self, database: str, key: bytes, *deltas: int) -> None:
+        sums = self._deltas.setdefault((database, key), [0] * len(deltas))
         for index, delta in enumerate(deltas):
             sums[index] += delta
 
     def _flush_sums(self) -> None:
         deltas, self._deltas = self._deltas, {}
-        for (progress, key), delta in deltas.items():
-            database = self._db.progress if progress else self._db.meta
+        for (name, key), delta in deltas.items():
+            database = getattr(self._db, name)
             held = schema.unpack_sums(self._get(database, key), len(delta))
             sums = tuple(old + more for old, more in zip(held, delta, strict=True))
             if min(sums) < 0:

@@ -27,7 +27,7 @@ from forebay_gateway.core.records import (
     UploadRow,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY_BYTES_MAX = 511  # LMDB's own limit
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ class Databases:
     copies: Database  # session:u64 shard:u64 tier:u16 -> CopyRow
     pending: Database  # tier:u16 order:u64 session:u64 shard:u64 -> empty; the drain queue
     progress: Database  # session:u64 writer:u32 tier:u16 -> verified copies, copies, verified bytes, bytes: 4 u64
+    session_sums: Database  # session:u64 -> SessionSums: 9 u64
+    session_progress: Database  # session:u64 tier:u16 -> the sum of its parts' `progress`: 4 u64
+    complete: Database  # run16 step:u64 -> empty; index of checkpoints with a whole session (core/policy.is_whole)
+    incomplete: Database  # run16 step:u64 -> empty; index of those without one, and with one that is unfinished
+    unsettled: Database  # session:u64 shard:u64 -> empty; index of shards that are EVICTING or QUARANTINED
     uploads: Database  # session:u64 shard:u64 tier:u16 -> UploadRow
 
 
@@ -84,6 +89,7 @@ META_ID_FLOOR = b"id_floor"  # u64, highest session or shard id that ever had a 
 TOTALS_LENGTH = 3
 QUEUE_LENGTH = 2
 PROGRESS_LENGTH = 4
+SESSION_LENGTH = 9
 
 _U16 = struct.Struct(">H")
 _U64 = struct.Struct(">Q")
@@ -169,6 +175,11 @@ def shard_key(key: ShardKey) -> bytes:
     return _SHARD.pack(*key)
 
 
+def shard_of_key(key: bytes) -> ShardKey:
+    """The shard of a key in `shards`, `chunks`, `fetched` or `unsettled`."""
+    return ShardKey(*_SHARD.unpack(key))
+
+
 def name_key(session_id: int, name: str) -> bytes:
     """session name16."""
     return _U64.pack(session_id) + _short_hash(name)
@@ -206,8 +217,8 @@ def session_of_publish_key(key: bytes) -> int:
     return number_of(key[10:])
 
 
-def publish_order_key(session_id: int, tier: int) -> bytes:
-    """session tier."""
+def session_tier_key(session_id: int, tier: int) -> bytes:
+    """session tier, in `publish_order` and `session_progress`."""
     return _PUBLISH_ORDER.pack(session_id, tier)
 
 
@@ -220,6 +231,12 @@ def shard_of_evictable_key(key: bytes) -> ShardKey:
     """The shard a key in `evictable` stands for."""
     _, session_id, shard_id = _EVICTABLE.unpack(key)
     return ShardKey(session_id, shard_id)
+
+
+def behind_session_of_evictable_key(key: bytes) -> bytes:
+    """Where to go on behind all entries of the same order and session."""
+    order, session_id, _ = _EVICTABLE.unpack(key)
+    return _EVICTABLE.pack(order, session_id, 2**64 - 1)
 
 
 def pack_sums(sums: tuple[int, ...]) -> bytes:

@@ -4,6 +4,7 @@ Owns the key scheme only. Keys use '/'; a tier maps them to paths or object keys
 """
 
 import re
+from urllib.parse import quote, unquote
 
 from forebay_wire.names import session8
 
@@ -11,6 +12,8 @@ CONTROL_DIR = ".forebay"
 STEP_DIR = re.compile(r"step-(\d{12,20})\Z")
 MANIFEST_NAME = "manifest.json"
 CURRENT_NAME = "current"
+RUNS_DIR = "runs"
+RUN_PIECE = 200
 
 
 def step_dir(run: str, step: int) -> str:
@@ -46,6 +49,25 @@ def current_key(run: str, step: int) -> str:
 def announce_key(run: str, step: int, session: str, writer: int) -> str:
     """The record that one writer's part is durable in some node's cache."""
     return f"{CONTROL_DIR}/announce/{session_dir(run, step, session)}/{writer}.json"
+
+
+def run_key(run: str) -> str:
+    """Says that the run has something on this tier: all runs are found by listing RUNS_DIR, whatever else lies in the bucket.
+
+    The name, percent-encoded; one too long for a file's name is cut into directories.
+    """
+    name = quote(run, safe="")
+    pieces = [name[begin : begin + RUN_PIECE] for begin in range(0, len(name), RUN_PIECE)]
+    return "/".join((CONTROL_DIR, RUNS_DIR, *pieces)) + ".json"
+
+
+def parse_run_key(key: str) -> str | None:
+    """The run's name, None for what is no such key."""
+    prefix = f"{CONTROL_DIR}/{RUNS_DIR}/"
+    if not key.startswith(prefix) or not key.endswith(".json"):
+        return None
+    run = unquote(key[len(prefix) : -len(".json")].replace("/", ""), errors="replace")
+    return run if run and run_key(run) == key else None
 
 
 def parse_step_dir(segment: str) -> int | None:

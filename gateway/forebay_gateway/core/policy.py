@@ -3,6 +3,8 @@
 Owns rules over names and rows, without I/O.
 """
 
+from forebay_gateway.core.records import Origin, PublishState, SessionRow, SessionSums
+
 # DCP's reader takes this file for the sign that the checkpoint is whole.
 COMMIT_LAST_NAMES = frozenset({".metadata"})
 
@@ -10,3 +12,18 @@ COMMIT_LAST_NAMES = frozenset({".metadata"})
 def is_commit_last(name: str) -> bool:
     """Whether a shard is put on a tier only after all others of its checkpoint are verified there."""
     return name.rpartition("/")[2] in COMMIT_LAST_NAMES
+
+
+def is_whole(session: SessionRow, committed: int) -> bool:
+    """Whether every shard of every writer has landed and verified somewhere, where `committed` parts of it are on this node: on
+    a tier, or in this node's cache."""
+    if PublishState.COMPLETE in session.publish.values():
+        return True
+    return session.origin is not Origin.TIER and not session.reason and committed >= session.writers
+
+
+def is_unfinished(session: SessionRow, sums: SessionSums) -> bool:
+    """Whether something of it is still to come, as long as it is not whole: a part, or its way to a tier."""
+    if sums.parts > sums.committed or PublishState.PENDING in session.publish.values():
+        return True
+    return session.origin is Origin.LOCAL and not session.publish

@@ -143,6 +143,20 @@ class TierTotals(NamedTuple):
     size: int
 
 
+class SessionSums(NamedTuple):
+    """Running sums over one session's rows on this node."""
+
+    parts: int
+    committed: int  # parts that are COMMITTED
+    committed_shards: int  # as they were at their parts' commits
+    committed_size: int
+    shards: int  # rows there are now
+    size: int
+    cached: int  # of those, shards whose cache file may be read
+    cached_size: int
+    sealed: int  # of those, SEALED: not yet safe on every required tier
+
+
 class Totals(NamedTuple):
     """Running sums over the whole catalog."""
 

@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
-from forebay_gateway.core.records import PartState, ShardRow
-from forebay_gateway.paths.node import Node
+from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.paths.node import SHARD_BYTES, Node
+from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PartRecord, ShardEntry
@@ -67,11 +68,12 @@ class CommitPath:
         async with self._turn(session_id, part.writer):
             with self._node.catalog.read() as txn:
                 row = txn.part(session_id, part.writer)
-                landed = list(txn.shards(session_id, part.writer))
+            landed = await all_shards(self._node, session_id, part.writer)
+            size = SHARD_BYTES * len(landed)
             if row is None:
                 raise NotFound("the part was aborted", run=part.run, step=part.step, writer=part.writer)
             if row.state is PartState.COMMITTED:
-                if not same_content(expected, landed):
+                if not await self._node.aside(size, lambda: same_content(expected, landed)):
                     raise AlreadyExists(
                         "this part is committed with other content; save again under a new session",
                         run=part.run,
@@ -80,10 +82,10 @@ class CommitPath:
                         writer=part.writer,
                     )
             else:
-                compare(part, expected, landed)
+                await self._node.aside(size, lambda: compare(part, expected, landed))
                 await self._make_durable(part, session_id, landed, metadata_json)
         self._writes.forget(session_id, part.writer)
-        self._node.changes.tell()
+        self._node.changes.tell(session_id)
         with self._node.catalog.read() as txn:
             session = txn.session(session_id)
             return Committed(session_id, session is not None and complete_at_cache(txn, session))
@@ -105,15 +107,13 @@ class CommitPath:
                 del self._turns[key]
 
     async def _make_durable(self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str) -> None:
-        with self._node.catalog.read() as txn:
-            record = part_record(txn, self._node.id, part, landed, metadata_json)
-
+        document = await part_document(self._node, part, landed, metadata_json)
         commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
-        document = record.to_json()
+        shard_ids = sorted(row.shard_id for row in landed)
         failpoints.hit("commit.before_part_file")
 
         def act(txn: WriteTxn) -> None:
-            if sorted(row.shard_id for row in txn.shards(session_id, part.writer)) != sorted(row.shard_id for row in landed):
+            if sorted(row.shard_id for row in txn.shards(session_id, part.writer)) != shard_ids:
                 raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
             txn.commit_part(session_id, part.writer, metadata_json, self._node.tier_names, commit_seq)
 
@@ -168,7 +168,8 @@ class CommitPath:
         """Background step: drop open parts that nobody has written to for node.abandon_after. Never committed ones."""
         limit_s = self._node.config.node.abandon_after
         with self._node.catalog.read() as txn:
-            parts = [(part.session_id, part.writer) for part in txn.open_parts()]
+            parts = {(part.session_id, part.writer): None for part in txn.open_parts()}
+        self._writes.remember_only(parts)
         for session_id, writer in parts:
             if self._writes.silent_for_s(session_id, writer) >= limit_s:
                 try:
@@ -256,8 +257,30 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardR
             )
 
 
+async def part_document(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> bytes:
+    """The document of one writer's part, made from the catalog without holding up the event loop. Raises NotFound."""
+    record = await whole_record(node, part, rows, metadata_json)
+    return await node.aside(SHARD_BYTES * len(rows), record.to_json)
+
+
+async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
+    """Its content. Raises NotFound where a shard went meanwhile."""
+    tables: dict[ShardKey, bytes] = {}
+    for begin in range(0, len(rows), SHARDS_A_PAGE):
+        with node.catalog.read() as txn:
+            tables.update((row.key, txn.chunks(row.key)) for row in rows[begin : begin + SHARDS_A_PAGE])
+        await asyncio.sleep(0)
+    return await node.aside(SHARD_BYTES * len(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
+
+
 def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
-    """The document of one writer's part, made from the catalog."""
+    """The same from one snapshot, for parts that are not long."""
+    return _record({row.key: txn.chunks(row.key) for row in rows}, node_id, part, rows, metadata_json)
+
+
+def _record(
+    tables: Mapping[ShardKey, bytes], node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str
+) -> PartRecord:
     return PartRecord(
         run=part.run,
         step=part.step,
@@ -266,7 +289,7 @@ def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardR
         writers=part.writers,
         node=node_id,
         shards=tuple(
-            ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, txn.chunks(row.key))
+            ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, tables[row.key])
             for row in sorted(rows, key=lambda row: row.name)
         ),
         metadata=json.loads(metadata_json or "{}"),

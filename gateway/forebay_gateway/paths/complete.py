@@ -9,20 +9,23 @@ left to do is an index in the catalog, so a restart goes on where it was.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from functools import partial
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.recent import Recent
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
-from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key
+from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, run_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardState
-from forebay_gateway.paths.commit import part_record
+from forebay_gateway.paths.commit import whole_record
 from forebay_gateway.paths.drain import Drain
-from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.node import SHARD_BYTES, Node
+from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.safety import is_published, let_go
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.paths.write import PartRef
@@ -34,8 +37,13 @@ from forebay_wire.names import session8
 log = logging.getLogger("forebay.complete")
 
 WATCH_S_MIN, WATCH_S_MAX = 0.2, 5.0
+LOOK_AT_ALL_S = 5.0
+REST_FACTOR = 20  # a look at all sessions takes at most this part of one core, however many there are
+SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
 SHARDS_A_TRANSACTION = 2000
 READS_AT_ONCE = 16
+ANNOUNCE_S_MIN = 0.1
+RUNS_REMEMBERED_MAX = 10_000
 
 
 def predecessor(tier: str, session: str) -> str:
@@ -53,16 +61,24 @@ class Completion:
         self._watch_s: dict[int, float] = {}  # session: pause before the tier is asked again
         self._next_look_s: dict[int, float] = {}
         self._records: dict[int, dict[int, PartRecord]] = {}  # session: parts of other nodes, as read from the tier
+        self._runs_noted: Recent[str, None] = Recent(RUNS_REMEMBERED_MAX)
+        self._hinted: set[int] = set()  # sessions of which something was told since they were looked at
+        self._look_at_all_s = float("-inf")
+        node.changes.listen_sessions(self._hinted.add)
 
     async def step(self) -> float | None:
-        """One look at every unfinished session; returns the pause in seconds until the next."""
+        """One look at the unfinished sessions that moved or whose time has come, now and then at all; returns the pause in
+        seconds until the next."""
         if not self._tier.usable:
             return None
-        with self._node.catalog.read() as txn:
-            sessions = list(txn.unpublished(self._tier.name))
-        next_s: float | None = None
-        for session in sessions:
-            if self._is_going(session):
+        began_s = self._node.clock.monotonic()
+        at_all = began_s >= self._look_at_all_s
+        for looked, session_id in enumerate(self._wanted(began_s, at_all)):
+            if looked % SESSIONS_AT_ONCE == SESSIONS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            self._hinted.discard(session_id)
+            session = self._unfinished(session_id)
+            if session is None:
                 continue
             # No await since the look: a deletion waits for this entry, or it was marked before and is seen.
             self._node.publishing.add((self._tier.name, session.id))
@@ -76,19 +92,40 @@ class Completion:
                 done = False
                 await self._cannot(session, str(error))
             except ForebayError as error:
+                self._hinted.add(session.id)
                 self._tier.failed(error)
                 return WATCH_S_MIN
             finally:
                 self._node.publishing.discard((self._tier.name, session.id))
             if not done:
-                left_s = self._next_look_s.get(session.id, 0.0) - self._node.clock.monotonic()
-                next_s = min(next_s if next_s is not None else WATCH_S_MAX, max(0.0, left_s))
-        return next_s
+                self._next_look_s.setdefault(session.id, self._node.clock.monotonic() + WATCH_S_MAX)
+        now_s = self._node.clock.monotonic()
+        if at_all:
+            self._look_at_all_s = now_s + max(LOOK_AT_ALL_S, REST_FACTOR * (now_s - began_s))
+        if not self._next_look_s:
+            return None
+        return max(0.0, min(WATCH_S_MAX, min(self._next_look_s.values()) - now_s))
 
-    def _is_going(self, session: SessionRow) -> bool:
+    def _wanted(self, now_s: float, at_all: bool) -> list[int]:
+        """The sessions to look at: those that were told of, then those whose time has come, or all."""
+        self._hinted |= self._drain.take_moved()
+        if at_all:
+            with self._node.catalog.read() as txn:
+                every = dict.fromkeys(txn.unpublished_ids(self._tier.name))
+            for gone in [known for known in self._next_look_s if known not in every]:
+                self._forget(gone)
+            return list(every)
+        due = [session_id for session_id, at_s in self._next_look_s.items() if at_s <= now_s]
+        return list(dict.fromkeys((*sorted(self._hinted), *due)))
+
+    def _unfinished(self, session_id: int) -> SessionRow | None:
         with self._node.catalog.read() as txn:
-            checkpoint = txn.checkpoint(session.run, session.step)
-        return checkpoint is None or checkpoint.deleting
+            session = txn.session(session_id)
+            checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+        if session is None or session.publish.get(self._tier.name) is not PublishState.PENDING:
+            self._forget(session_id)
+            return None
+        return None if checkpoint is None or checkpoint.deleting else session
 
     async def _advance(self, session: SessionRow) -> bool:
         """Move one session on; True when it is finished on this tier."""
@@ -131,15 +168,15 @@ class Completion:
 
     # -- part records --------------------------------------------------------------------------------------------------
 
-    def _local_record(self, session: SessionRow, part: PartRow) -> PartRecord:
+    async def _local_record(self, session: SessionRow, part: PartRow) -> PartRecord:
         ref = PartRef(session.run, session.step, session.session, part.writer, session.writers)
-        with self._node.catalog.read() as txn:
-            rows = list(txn.shards(session.id, part.writer))
-            return part_record(txn, self._node.id, ref, rows, part.metadata_json)
+        rows = await all_shards(self._node, session.id, part.writer)
+        return await whole_record(self._node, ref, rows, part.metadata_json)
 
     async def _record_part(self, session: SessionRow, part: PartRow) -> None:
         """Say on the tier that this writer's shards are verified there. Repeating it writes the same bytes."""
-        document = self._local_record(session, part).to_json()
+        record = await self._local_record(session, part)
+        document = await self._node.aside(SHARD_BYTES * part.shard_count, record.to_json)
         key = part_key(session.run, session.step, session.session, part.writer)
         failpoints.hit("complete.before_part_record")
         await self._tier.tier.put_small(key, document)
@@ -162,13 +199,13 @@ class Completion:
             nodes = {writer: record.node for writer, record in seen.items()}
             if set(nodes) - set(session.known_parts):
                 await self._node.catalog.write(lambda txn: txn.note_parts(session.id, nodes))
-                self._node.changes.tell()
+                self._node.changes.tell(session.id)
             self._drain.note_recorded_elsewhere(session.id, set(seen))
         if len(ready | set(seen)) < session.writers:
             return None
         with self._node.catalog.read() as txn:
             local = [part for part in txn.parts(session.id) if part.writer in ready]
-        return [*(self._local_record(session, part) for part in local), *(seen[w] for w in seen if w not in ready)]
+        return [*[await self._local_record(session, part) for part in local], *(seen[w] for w in seen if w not in ready)]
 
     async def _read_part(self, session: SessionRow, writer: int) -> PartRecord | None:
         key = part_key(session.run, session.step, session.session, writer)
@@ -177,7 +214,7 @@ class Completion:
         except NotFound:
             return None
         try:
-            record = PartRecord.from_json(document)
+            record = await self._node.aside(len(document), lambda: PartRecord.from_json(document))
         except ManifestError as error:
             raise Corrupt(f"the part record of writer {writer} is damaged: {error}", tier=self._tier.name, key=key) from error
         if (record.run, record.step, record.session, record.writers) != (
@@ -195,16 +232,17 @@ class Completion:
         records = await self._collect(session, ready)
         if records is None:
             return await self._completed_by_another(session)
+        size = SHARD_BYTES * sum(len(record.shards) for record in records)
         try:
-            manifest = Manifest.of_parts(records, self._node.id)
+            document = await self._node.aside(size, lambda: Manifest.of_parts(records, self._node.id).to_json())
         except ManifestError as error:
             raise Corrupt(f"the parts do not make one checkpoint: {error}") from error
         key = manifest_key(session.run, session.step)
         failpoints.hit("complete.before_manifest")
         try:
-            await self._tier.tier.put_small(key, manifest.to_json(), if_absent=True)
+            await self._tier.tier.put_small(key, document, if_absent=True)
         except AlreadyExists:
-            if not await self._replace(session, manifest, key):
+            if not await self._replace(session, document, key):
                 return True
         failpoints.hit("complete.after_manifest")
         await self._tier.tier.point(current_key(session.run, session.step), session8(session.session))
@@ -212,14 +250,14 @@ class Completion:
         await self._drop_announcements(session)
         return True
 
-    async def _replace(self, session: SessionRow, manifest: Manifest, key: str) -> bool:
+    async def _replace(self, session: SessionRow, document: bytes, key: str) -> bool:
         """A manifest is there. Ours (an answer was lost): fine. An older session's: replaced. A newer one's: we yield."""
         there, info = await self._read_manifest(key)
         if there is not None and there.session == session.session:
             await self._tier.tier.settle(key)
             return True
         if there is None or self._is_older(session, there):
-            await self._tier.tier.put_small(key, manifest.to_json(), if_match=info.tag)
+            await self._tier.tier.put_small(key, document, if_match=info.tag)
             return True
         await self._yield_to(session, there)
         return False
@@ -237,6 +275,7 @@ class Completion:
         looked = predecessor(self._tier.name, "")
         if looked in session.predecessors:
             return session
+        await self._note_run(session.run)
         found = [looked]
         try:
             there, _ = await self._read_manifest(manifest_key(session.run, session.step))
@@ -248,11 +287,19 @@ class Completion:
         with self._node.catalog.read() as txn:
             return txn.session(session.id) or session
 
+    async def _note_run(self, run: str) -> None:
+        """On the tier, before anything of the run that is complete: whoever looks for runs need not walk the tier."""
+        if run in self._runs_noted:
+            return
+        with contextlib.suppress(AlreadyExists):
+            await self._tier.tier.put_small(run_key(run), json.dumps({"run": run}).encode(), if_absent=True)
+        self._runs_noted[run] = None
+
     async def _read_manifest(self, key: str) -> tuple[Manifest | None, ObjectInfo]:
         """What is there; None for a document that is damaged (it makes nothing complete, and may be replaced)."""
         document, info = await self._tier.tier.get_small(key)
         try:
-            return Manifest.from_json(document), info
+            return await self._node.aside(len(document), lambda: Manifest.from_json(document)), info
         except ManifestError as error:
             log.warning("a manifest is damaged tier=%s key=%s error=%s", self._tier.name, key, error)
             return None, info
@@ -346,7 +393,9 @@ async def mark_evictable(node: Node, session_id: int) -> None:
             return
         if not is_published(session, node.required_tiers):
             return
-        keys = [row.key for row in txn.shards(session_id) if row.state is ShardState.SEALED]
+        if not txn.session_sums(session_id).sealed:
+            return
+    keys = [row.key async for rows in pages(node, session_id) for row in rows if row.state is ShardState.SEALED]
 
     def act(batch: Sequence[ShardKey], txn: WriteTxn) -> None:
         for key in batch:
@@ -365,14 +414,21 @@ class Announcer:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._told: set[tuple[int, int]] = set()
+        self._next_s = float("-inf")
 
     async def step(self) -> float | None:
         """Announce new parts, look for others'; returns the pause in seconds."""
         tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"][:1]
         if not tiers:
             return 2.0
+        began_s = self._node.clock.monotonic()
+        if (left_s := self._next_s - began_s) > 0:
+            return left_s
         waiting = False
-        for session, parts in self._unfinished():
+        found = await self._unfinished()
+        now_s = self._node.clock.monotonic()
+        self._next_s = now_s + max(ANNOUNCE_S_MIN, REST_FACTOR * (now_s - began_s))
+        for session, parts in found:
             try:
                 for part in parts:
                     if (session.id, part.writer) not in self._told:
@@ -383,17 +439,23 @@ class Announcer:
                 return 2.0
         return 0.5 if waiting else None
 
-    def _unfinished(self) -> list[tuple[SessionRow, list[PartRow]]]:
-        found: dict[int, tuple[SessionRow, list[PartRow]]] = {}
+    async def _unfinished(self) -> list[tuple[SessionRow, list[PartRow]]]:
+        """Sessions that are on no tier yet and whose writers have not all committed here, with the parts that are here."""
         with self._node.catalog.read() as txn:
-            for tier in self._node.tier_names:
-                for session in txn.unpublished(tier):
-                    if session.writers > 1 and session.id not in found:
-                        committed = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-                        parts = [part for part in committed if not part.is_adopted]
-                        if len(committed) < session.writers:
-                            found[session.id] = (session, parts)
-        return list(found.values())
+            ids = list(dict.fromkeys(each for tier in self._node.tier_names for each in txn.unpublished_ids(tier)))
+        found = []
+        for begin in range(0, len(ids), SESSIONS_AT_ONCE):
+            with self._node.catalog.read() as txn:
+                for session_id in ids[begin : begin + SESSIONS_AT_ONCE]:
+                    session = txn.session(session_id)
+                    if session is None or txn.session_sums(session_id).committed >= session.writers:
+                        continue
+                    committed = [part for part in txn.parts(session_id) if part.state is PartState.COMMITTED]
+                    found.append((session, [part for part in committed if not part.is_adopted]))
+            await asyncio.sleep(0)
+        here = {session.id for session, _ in found}
+        self._told = {told for told in self._told if told[0] in here}
+        return found
 
     async def _announce(self, tier: MonitoredTier, session: SessionRow, part: PartRow) -> None:
         body = {"node": self._node.id, "writer": part.writer, "shards": part.shard_count, "size": part.size}
@@ -418,5 +480,5 @@ class Announcer:
                     continue
         if found:
             await self._node.catalog.write(lambda txn: txn.note_parts(session.id, found))
-            self._node.changes.tell()
+            self._node.changes.tell(session.id)
         return bool(missing - set(found))

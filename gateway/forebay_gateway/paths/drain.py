@@ -31,6 +31,7 @@ BATCH_BYTES_MAX = 1 << 30
 LOOK_AHEAD_MAX = 4096  # queue entries looked at for one batch, so that a few that must wait do not block the rest
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
 IDLE_S = 5.0
+PAUSES_MAX = 1024
 
 
 class Drain:
@@ -52,6 +53,7 @@ class Drain:
         self._not_before_s: dict[ShardKey, float] = {}
         self._interrupted: set[ShardKey] = set()  # copies that may have left what is not recorded: their mover died
         self._recorded_elsewhere: dict[int, set[int]] = {}
+        self._moved: set[int] = set()  # sessions with copies that were proved since complete.py has asked
 
     async def step(self) -> float | None:
         """One batch; returns the pause until the next look in seconds."""
@@ -90,6 +92,8 @@ class Drain:
             log.info("a batch goes back to the queue tier=%s reason=%s", self._tier.name, error)
         finally:
             await uncut(self._put_back(reports))
+        self._node.changes.tell()  # once a batch: who waits for one copy looks four times a second anyway
+        self._forget_expired()
         return 0.0
 
     async def _clean_up_after(self, items: list[ShardItem]) -> None:
@@ -190,12 +194,23 @@ class Drain:
         """It is complete or gone."""
         self._recorded_elsewhere.pop(session_id, None)
 
+    def take_moved(self) -> set[int]:
+        """Sessions with copies that were proved on this tier since the last time."""
+        moved, self._moved = self._moved, set()
+        return moved
+
     async def hold(self, held: bool) -> None:
         """An operator stops the hand-out of jobs, or lets it go on; survives a restart."""
         self._tier.held = held
         name = held_setting(self._tier.name)
         await self._node.catalog.write(lambda txn: txn.set_setting(name, b"1" if held else None))
         self._node.changes.tell()
+
+    def _forget_expired(self) -> None:
+        """Pauses that are over, also of shards that are gone."""
+        if len(self._not_before_s) > PAUSES_MAX:
+            now_s = self._node.clock.monotonic()
+            self._not_before_s = {key: at_s for key, at_s in self._not_before_s.items() if at_s > now_s}
 
     def retry_now(self) -> None:
         """The tier came back, or an operator asked: nothing waits for its pause any more."""
@@ -214,7 +229,7 @@ class Drain:
         failpoints.hit("drain.verified")
         self._not_before_s.pop(key, None)
         self._tier.worked()
-        self._node.changes.tell()
+        self._moved.add(key.session_id)
         self._verified()
 
     async def _failed(self, key: ShardKey, failure: Failure) -> None:

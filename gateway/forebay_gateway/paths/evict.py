@@ -16,6 +16,7 @@ from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import all_shards
 
 log = logging.getLogger("forebay.evict")
 
@@ -61,8 +62,8 @@ class Evictor:
         """All of the session that may go now, whatever the watermarks say: (shards, bytes freed)."""
         shards = freed = 0
         async with self._lock:
-            with self._node.catalog.read() as txn:
-                evictable = [row for row in txn.shards(session_id) if row.state is ShardState.EVICTABLE]
+            found = await all_shards(self._node, session_id)
+            evictable = [row for row in found if row.state is ShardState.EVICTABLE]
             rows = [row for row in evictable if row.key not in self._readers]
             for begin in range(0, len(rows), BATCH_SHARDS_MAX):
                 batch = rows[begin : begin + BATCH_SHARDS_MAX]
@@ -89,14 +90,18 @@ class Evictor:
         total = 0
         pinned: dict[int, bool] = {}
         with self._node.catalog.read() as txn:
-            for row in txn.evictable():
+
+            def is_pinned(session_id: int) -> bool:
+                if session_id not in pinned:
+                    session = txn.session(session_id)
+                    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+                    pinned[session_id] = checkpoint is not None and checkpoint.pinned
+                return pinned[session_id]
+
+            for row in txn.evictable(is_pinned):
                 if total >= wanted or len(chosen) >= BATCH_SHARDS_MAX:
                     break
-                if row.session_id not in pinned:
-                    session = txn.session(row.session_id)
-                    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
-                    pinned[row.session_id] = checkpoint is not None and checkpoint.pinned
-                if pinned[row.session_id] or row.key in self._readers:
+                if row.key in self._readers:
                     continue
                 chosen.append(row)
                 total += row.disk_size

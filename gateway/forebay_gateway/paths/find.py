@@ -6,23 +6,30 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from forebay_gateway.base.recent import Recent
+from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, NotFound, Unavailable
-from forebay_gateway.core.layout import CONTROL_DIR, manifest_key, parse_step_dir
-from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
+from forebay_gateway.core.layout import CONTROL_DIR, RUNS_DIR, manifest_key, parse_run_key, parse_step_dir
+from forebay_gateway.core.records import Origin, PublishState, SessionRow
 from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import describe_missing, is_complete, knows_copies, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError
+from forebay_wire.manifest import Manifest, ManifestError, ShardEntry
+from forebay_wire.names import InvalidName, check_run
 
 log = logging.getLogger("forebay.find")
 
 RUN_DEPTH_MAX = 16
 ASK_AGAIN_S = 2.0
 STEPS_AT_ONCE = 16
+WALK_LISTS_MAX = 256
+REMEMBERED_MAX = 20_000
+ADOPTED_AT_ONCE = 1000  # shards in one transaction: some 30 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,11 @@ class Finder:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._learning = asyncio.Lock()
-        self._ask_again_s: dict[tuple[str, int], float] = {}  # (tier, session): when to ask for its manifest again
-        self._manifest_tags: dict[tuple[str, str, int], tuple[str, int]] = {}  # (tier, run, step): (tag, session)
+        self.left_out = ""
+        # (tier, session): when to ask for its manifest again
+        self._ask_again_s: Recent[tuple[str, int], float] = Recent(REMEMBERED_MAX)
+        # (tier, run, step): (tag, session). What is forgotten is read and compared again.
+        self._manifest_tags: Recent[tuple[str, str, int], tuple[str, int]] = Recent(REMEMBERED_MAX)
 
     async def complete(self, run: str, step: int) -> Found:
         """The complete session of a step; raises Incomplete with what is missing, NotFound, or Unavailable."""
@@ -81,8 +91,7 @@ class Finder:
 
     def _whole_in_cache(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:
-            here = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-            return len(here) >= session.writers and all(row.is_cached for row in txn.shards(session.id))
+            return is_cached(txn, session)
 
     async def _adopt(self, tier: MonitoredTier, run: str, step: int) -> SessionRow | None:
         """The session whose manifest lies on the tier, with its rows in this catalog; None where there is no manifest."""
@@ -99,7 +108,7 @@ class Finder:
         except NotFound:
             return None
         try:
-            manifest = Manifest.from_json(document)
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
         except ManifestError as error:
             raise Corrupt(f"the manifest is damaged: {error}", tier=tier.name, key=key) from error
         if (manifest.run, manifest.step) != (run, step):
@@ -116,7 +125,12 @@ class Finder:
             return session
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        adopted = await catalog.write(lambda txn: txn.adopt_manifest(manifest, tier, session_id=new_id, new_id=catalog.new_id))
+        shards = list(manifest.shards())
+        opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
+        for begin in range(0, len(shards), ADOPTED_AT_ONCE):  # whoever waits for an acknowledgement has a turn between
+            some = shards[begin : begin + ADOPTED_AT_ONCE]
+            await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
+        adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
         return adopted
 
@@ -174,7 +188,12 @@ class Finder:
     async def latest(self, run: str, level: str = "any") -> Found:
         """The complete checkpoint with the highest step; raises NotFound or Unavailable."""
         wanted = None if level in ("", "any", "cache") else self._node.tier(level)
-        steps = await self._steps(run)
+        return await self.latest_of(run, await self.known_steps(run), level, wanted)
+
+    async def latest_of(
+        self, run: str, steps: Collection[int], level: str = "any", wanted: MonitoredTier | None = None
+    ) -> Found:
+        """The same among these steps."""
         for step in sorted(steps, reverse=True):
             try:
                 found = await self.complete(run, step)
@@ -200,7 +219,8 @@ class Finder:
     def _reached(self, session: SessionRow, level: str) -> bool:
         return self._whole_in_cache(session) if level == "cache" else session.publish.get(level) is PublishState.COMPLETE
 
-    async def _steps(self, run: str) -> set[int]:
+    async def known_steps(self, run: str) -> set[int]:
+        """All steps known here, or begun on a reachable tier; none is looked at."""
         with self._node.catalog.read() as txn:
             steps = {row.step for row in txn.checkpoints(run) if not row.deleting}
             deleting = {row.step for row in txn.checkpoints(run) if row.deleting}
@@ -216,7 +236,7 @@ class Finder:
 
     async def steps(self, run: str) -> list[int]:
         """All steps known here or on a reachable tier, ascending; manifests of the latter are adopted."""
-        steps = sorted(await self._steps(run))
+        steps = sorted(await self.known_steps(run))
 
         async def look(step: int) -> None:
             with contextlib.suppress(ForebayError):  # the view says what is wrong with it
@@ -235,22 +255,60 @@ class Finder:
         return Found(session, found.unreachable)
 
     async def runs(self) -> list[str]:
-        """All runs known here or on a reachable tier, sorted."""
+        """All runs known here or on a reachable tier, sorted. `left_out` says what this look did not see."""
         with self._node.catalog.read() as txn:
             runs = set(txn.runs())
+        self.left_out = ""
         for tier in self._node.usable_tiers():
             try:
-                await self._walk(tier, "", runs, RUN_DEPTH_MAX)
+                await self._indexed(tier, f"{CONTROL_DIR}/{RUNS_DIR}/", runs, RUN_DEPTH_MAX)
+                if not await self._walk(tier, runs):
+                    self.left_out = (
+                        f"tier {tier.name} holds very many directories, of which {WALK_LISTS_MAX} were looked at: runs that "
+                        "were copied there and not saved through Forebay may be missing here, and are found by name"
+                    )
             except ForebayError as error:
                 tier.failed(error)
         return sorted(runs)
 
-    async def _walk(self, tier: MonitoredTier, prefix: str, runs: set[str], depth: int) -> None:
-        """Directories down to those that hold a step."""
+    async def _indexed(self, tier: MonitoredTier, prefix: str, runs: set[str], depth: int) -> None:
+        """Runs that gateways have noted on the tier."""
         listing = await tier.tier.list(prefix)
-        names = [name for name in listing.directories if name != CONTROL_DIR]
-        if prefix and any(parse_step_dir(name) is not None for name in names):
-            runs.add(prefix.rstrip("/"))
-        for name in names:
-            if parse_step_dir(name) is None and depth > 0:
-                await self._walk(tier, f"{prefix}{name}/", runs, depth - 1)
+        runs.update(run for info in listing.objects if (run := parse_run_key(info.key)) is not None and is_run(run))
+        for name in listing.directories if depth else ():
+            await self._indexed(tier, f"{prefix}{name}/", runs, depth - 1)
+
+    async def _walk(self, tier: MonitoredTier, runs: set[str]) -> bool:
+        """Directories level by level down to those that hold a step, for what came onto the tier without a gateway; False where
+        there are too many to look at: the tier may be a bucket that is shared with others."""
+        left, level = WALK_LISTS_MAX, [""]
+        for _ in range(RUN_DEPTH_MAX + 1):
+            below: list[str] = []
+            for begin in range(0, len(level), STEPS_AT_ONCE):
+                prefixes = level[begin : begin + STEPS_AT_ONCE][:left]
+                if not prefixes:
+                    return False
+                left -= len(prefixes)
+                listings = await asyncio.gather(*(tier.tier.list(prefix) for prefix in prefixes))
+                for prefix, listing in zip(prefixes, listings, strict=True):
+                    names = [name for name in listing.directories if name != CONTROL_DIR]
+                    if prefix and any(parse_step_dir(name) is not None for name in names):
+                        runs.add(prefix.rstrip("/"))
+                    below += [f"{prefix}{name}/" for name in names if parse_step_dir(name) is None]
+            level = below
+        return True
+
+
+def is_run(name: str) -> bool:
+    """Whether a name that stands on a tier can be a run's."""
+    try:
+        check_run(name)
+    except InvalidName:
+        return False
+    return True
+
+
+def _adopt_some(
+    session_id: int, tier: str, shards: Sequence[tuple[int, ShardEntry]], new_id: Callable[[], int], txn: WriteTxn
+) -> None:
+    txn.adopt_shards(session_id, tier, shards, new_id)

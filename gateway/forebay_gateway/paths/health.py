@@ -17,13 +17,15 @@ from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
-from forebay_gateway.paths.wholeness import is_complete, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.tiers.monitor import TierState
 
 STALLED_AFTER_S = 30.0
 DISK_FULL_SHOWN_S = 3.0  # a refusal that the disk's free bytes do not explain: a quota, or space that came and went
 SKEW_S_MAX = 300.0
-LOOK_AHEAD_MAX = 1000
+LOOK_AHEAD_MAX = 200  # each costs three look-ups, every second
+INCOMPLETE_SHOWN_MAX = 100
+ALARMS_SHOWN_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class HealthReport:
     health: str
     alarms: tuple[Alarm, ...]
     complete: int
-    incomplete: tuple[CheckpointView, ...]
+    incomplete: int
+    incomplete_shown: tuple[CheckpointView, ...]
     uptime_s: float
     loop_lag_p99_s: float
 
@@ -116,37 +119,26 @@ class Health:
                 )
         order = {"critical": 0, "warning": 1}
         alarms.sort(key=lambda alarm: order[alarm.severity])
+        if (more := len(alarms) - ALARMS_SHOWN_MAX) > 0:
+            alarms[ALARMS_SHOWN_MAX:] = [Alarm(alarms[0].severity, f"{more} more alarms", "see the gateway's log")]
         health = alarms[0].severity if alarms else "ok"
         with self._node.catalog.read() as txn:
-            runs = txn.runs()
-            complete = sum(
-                1
-                for run in runs
-                for row in txn.checkpoints(run)
-                if not row.deleting and any(is_complete(txn, session) for session in sessions_of(txn, row))
-            )
+            complete, incomplete_count = txn.complete_count(), txn.incomplete_count()
         return HealthReport(
-            health, tuple(alarms), complete, incomplete, self._clock.monotonic() - self._began_s, self._lag.p99_s
+            health,
+            tuple(alarms),
+            complete,
+            incomplete_count,
+            incomplete,
+            self._clock.monotonic() - self._began_s,
+            self._lag.p99_s,
         )
 
     def _incomplete(self) -> tuple[CheckpointView, ...]:
-        """Checkpoints that are not complete; found through the index of what is unpublished."""
-        seen: set[tuple[str, int]] = set()
-        views = []
+        """The first checkpoints that are not complete, from their index."""
         with self._node.catalog.read() as txn:
-            candidates = [session for tier in self._node.tier_names for session in txn.unpublished(tier)]
-            candidates += [session for part in txn.open_parts() if (session := txn.session(part.session_id)) is not None]
-            for session in candidates:
-                if (session.run, session.step) in seen:
-                    continue
-                seen.add((session.run, session.step))
-                row = txn.checkpoint(session.run, session.step)
-                # First the cheap question: while a tier is away there are many that only wait for it, and a view reads shards.
-                if row is None or row.deleting or any(is_complete(txn, other) for other in sessions_of(txn, row)):
-                    continue
-                if (found := view(self._node, txn, row)) is not None:
-                    views.append(found)
-        return tuple(views)
+            rows = islice(txn.incomplete(), INCOMPLETE_SHOWN_MAX)
+            return tuple(found for row in rows if (found := view(self._node, txn, row)) is not None)
 
     def _tier_alarms(self) -> list[Alarm]:
         alarms = []

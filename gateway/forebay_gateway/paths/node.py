@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock
+from forebay_gateway.base.recent import Recent
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
@@ -20,6 +22,11 @@ from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 MEND_HINTS_MAX = 4096
+SESSIONS_REMEMBERED_MAX = 65536
+ASIDE_BYTES_MIN = 128 << 10  # of JSON: a few milliseconds
+SHARD_BYTES = 150  # a shard's share in a document, about
+
+T = TypeVar("T")
 
 
 class Changes:
@@ -28,13 +35,21 @@ class Changes:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
+        self._session_listeners: list[Callable[[int], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at every change."""
         self._listeners.append(listener)
 
-    def tell(self) -> None:
-        """Wake everybody."""
+    def listen_sessions(self, listener: Callable[[int], None]) -> None:
+        """Call `listener` with each session of which something is told."""
+        self._session_listeners.append(listener)
+
+    def tell(self, session_id: int | None = None) -> None:
+        """Wake everybody. With a session, those who look at sessions one by one need to look at no other."""
+        if session_id is not None:
+            for each in self._session_listeners:
+                each(session_id)
         self._event.set()
         self._event = asyncio.Event()
         for listener in self._listeners:
@@ -60,10 +75,20 @@ class Node:
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
     movers: MoverPool
     changes: Changes = field(default_factory=Changes)
-    first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
+    # session: monotonic, in this process. One that is forgotten counts from when it is seen again.
+    first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
+    aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
+
+    async def aside(self, size: int, act: Callable[[], T]) -> T:
+        """What `act` gives. Where it has much to do, measured by the `size` in bytes of the document that it reads or makes, it
+        runs on a thread, one at a time: the event loop has to answer others meanwhile."""
+        if size < ASIDE_BYTES_MIN:
+            return act()
+        async with self.aside_turn:
+            return await asyncio.to_thread(act)
 
     @property
     def rebuilt(self) -> bool:

@@ -10,7 +10,7 @@ Owns the repairs and their order. Reads file names and sizes only; a footer is r
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,9 @@ from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardIte
 from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.drain import clear_upload, fail, proved, shard_item
 from forebay_gateway.paths.evict import finish_evicting
+from forebay_gateway.paths.handover import take_clean
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import pages
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import ManifestError, PartRecord, ShardEntry
 
@@ -35,59 +37,128 @@ BEGUN_STATES = (CopyState.WRITING, CopyState.WRITTEN)
 # What a tier says of one object. Any other failure says nothing about it, and it is asked again.
 TELLING_KINDS = frozenset({"not_found", "corrupt", "invalid_argument", "unsupported"})
 CHECKS_A_JOB = 128
+CHECK_PAUSE_S = 0.05
 LOOKS_A_READ = 4096  # queue entries in one read, which holds up the event loop
 
 
-async def recover(node: Node) -> None:
-    """Bring cache and catalog into agreement; runs before the first request is served."""
-    found = await node.io.run(lambda: list(node.cache.scan()))
-    ids = [number for file in found for number in (file.session_id, file.shard_id) if number is not None]
-    node.catalog.raise_ids(max(ids, default=0))
-    await node.io.run(node.cache.unlink_many, [file.path for file in found if file.kind == "incoming"])
-    files = {
-        ShardKey(file.session_id, file.shard_id): file
-        for file in found
-        if file.kind == "shard" and file.session_id is not None and file.shard_id is not None
-    }
-    dirty = await _check_rows(node, files)
-    await _adopt_files(node, files)
-    await _commit_parts(node, [file for file in found if file.kind == "part"])
+async def recover(node: Node) -> set[int]:
+    """Bring cache and catalog into agreement; runs before the first request is served.
+
+    After an orderly stop nothing is to be brought: the sessions whose files are then to be looked at while the gateway serves
+    (check_session) are returned.
+    """
+    is_clean = await take_clean(node)
+    top = await node.io.run(lambda: list(node.cache.scan_top()))
+    directories = set(await node.io.run(node.cache.session_ids))
+    node.catalog.raise_ids(max([*directories, *(file.shard_id or 0 for file in top)], default=0))
+    await node.io.run(node.cache.unlink_many, [file.path for file in top if file.kind == "incoming"])
+    foreign = [file for file in top if file.kind == "foreign"]
+    with node.catalog.read() as txn:
+        unsettled = txn.unsettled()
+        with_files = set(txn.sessions_with(lambda sums: sums.cached))
+    if evicting := [row for row in unsettled if row.state is ShardState.EVICTING]:
+        await finish_evicting(node, evicting)
+    quarantined = [row for row in unsettled if row.state is ShardState.QUARANTINED]
+    for row in quarantined:
+        _tell_lost(node, row)
+        node.ask_mend(row.key)
+    looked_at = with_files | directories | {row.session_id for row in quarantined}
+    if not is_clean:
+        foreign += await _compare(node, sorted(looked_at))
+    with node.catalog.read() as txn:
+        dirty = txn.sessions_with(lambda sums: sums.sealed)
     for session_id in dirty:  # perhaps complete everywhere, and killed before that was said of its shards
         await mark_evictable(node, session_id)
-    for file in found:
-        if file.kind == "foreign":
-            log.warning("a file that is not ours lies in the cache and is left alone path=%s", file.path)
+    for file in foreign:
+        log.warning("a file that is not ours lies in the cache and is left alone path=%s", file.path)
+    return looked_at if is_clean else set()
 
 
-async def _check_rows(node: Node, files: dict[ShardKey, FoundFile]) -> set[int]:
-    """EVICTING: unlink again. Any other row whose file is gone or of the wrong length: use a verified copy, else alarm.
+async def _compare(node: Node, session_ids: Sequence[int]) -> list[FoundFile]:
+    """Rows against files, a session at a time: a million of both must not be in memory at once. Returns foreign files."""
+    strangers: list[FoundFile] = []
+    parts: list[FoundFile] = []
+    foreign: list[FoundFile] = []
+    half_written: list[Path] = []
+    for session_id in session_ids:
+        sizes, others = await node.io.run(node.cache.scan_session, session_id)
+        node.catalog.raise_ids(max(sizes, default=0))
+        by_kind = {"part": parts, "foreign": foreign}
+        for file in others:
+            if file.kind == "incoming":
+                half_written.append(file.path)
+            else:
+                by_kind[file.kind].append(file)
+        known: set[int] = set()
+        async for rows in pages(node, session_id):
+            known.update(row.shard_id for row in rows if row.disk_size)
+            for row in rows:
+                if row.is_cached and not _size_fits(sizes.get(row.shard_id), row):
+                    await _lose(node, row, row.shard_id in sizes)
+                    known.discard(row.shard_id)
+        for shard_id in sizes.keys() - known:
+            key = ShardKey(session_id, shard_id)
+            strangers.append(FoundFile("shard", node.cache.shard_path(key), sizes[shard_id], *key))
+        for shard_id in [shard_id for shard_id, size in sizes.items() if not size]:
+            log.warning("an empty file lies among the shards key=%s", ShardKey(session_id, shard_id))
+    await node.io.run(node.cache.unlink_many, half_written)
+    await _adopt_files(node, strangers)
+    await _commit_parts(node, parts)
+    return foreign
 
-    Returns the sessions with shards that may not be evicted.
-    """
-    with node.catalog.read() as txn:
-        rows = [row for row in txn.all_shards() if row.disk_size or row.state is ShardState.QUARANTINED]
-    evicting = [row for row in rows if row.state is ShardState.EVICTING]
-    if evicting:
-        await finish_evicting(node, evicting)
-    for row in rows:
-        bad = row.is_cached and not _file_fits(files.get(row.key), row)
-        if bad:
-            left = await node.catalog.write(partial(_file_lost, row, row.key in files))
-            node.budget.freed(row.disk_size - left)
-        if bad or row.state is ShardState.QUARANTINED:
-            _tell_lost(node, row)
-            node.ask_mend(row.key)
-    for key in [key for key, file in files.items() if not file.size]:
-        log.warning("an empty file lies among the shards key=%s", key)
-    return {row.session_id for row in rows if row.state is ShardState.SEALED}
+
+async def check_session(node: Node, session_id: int) -> None:
+    """What a start after an orderly stop does not do before it serves: rows whose file is gone or of the wrong length. Files
+    that come and go meanwhile are their owners' business."""
+    sizes, _ = await node.io.run(node.cache.scan_session, session_id)
+    async for rows in pages(node, session_id):
+        for row in rows:
+            if row.is_cached and not _size_fits(sizes.get(row.shard_id), row):
+                size = await node.io.run(_size_now, node.cache.shard_path(row.key))  # sealed or fetched since the look
+                with node.catalog.read() as txn:
+                    still = txn.shard(row.key)
+                if still == row and not _size_fits(size, row):
+                    await _lose(node, row, size is not None)
 
 
-def _file_fits(file: FoundFile | None, row: ShardRow) -> bool:
-    return file is not None and file.size == disk_size(row.size, row.chunk_size)
+class StartCheck:
+    """Background: the sessions whose files a clean start did not look at, one after the other."""
+
+    def __init__(self, node: Node, session_ids: Iterable[int]) -> None:
+        self._node = node
+        self._left = sorted(session_ids, reverse=True)
+
+    async def step(self) -> float | None:
+        """One session; the pause in seconds until the next."""
+        if self._left:
+            await check_session(self._node, self._left[-1])
+            self._left.pop()
+        return CHECK_PAUSE_S if self._left else None
+
+
+def _size_now(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _size_fits(size: int | None, row: ShardRow) -> bool:
+    return size == disk_size(row.size, row.chunk_size)
+
+
+async def _lose(node: Node, row: ShardRow, in_place: bool) -> None:
+    """A row whose file is gone or of the wrong length: use a verified copy, else alarm."""
+    left = await node.catalog.write(partial(_file_lost, row, in_place))
+    node.budget.freed(row.disk_size - left)
+    _tell_lost(node, row)
+    node.ask_mend(row.key)
 
 
 def _file_lost(row: ShardRow, in_place: bool, txn: WriteTxn) -> int:
     """The cache's copy is no more; how many bytes of it the cache still counts (a damaged file that is kept for its owner)."""
+    if txn.shard(row.key) != row:
+        return row.disk_size  # it has moved on since the look
     part = txn.part(row.session_id, row.writer)
     if part is not None and part.state is PartState.OPEN:
         txn.drop_shard(row.key)  # its writer is told at the commit that it has to be put again
@@ -131,12 +202,13 @@ def _is_going(txn: ReadTxn, row: ShardRow) -> bool:
     return checkpoint is None or checkpoint.deleting
 
 
-async def _adopt_files(node: Node, files: dict[ShardKey, FoundFile]) -> None:
+async def _adopt_files(node: Node, strangers: Sequence[FoundFile]) -> None:
     """Sealed files that the catalog does not know."""
-    with node.catalog.read() as txn:
-        strangers = [file for key, file in files.items() if (row := txn.shard(key)) is None or not row.disk_size]
     for file in strangers:
-        await adopt_or_drop(node, file)
+        with node.catalog.read() as txn:
+            row = txn.shard(ShardKey(file.session_id or 0, file.shard_id or 0))
+        if row is None or not row.disk_size:
+            await adopt_or_drop(node, file)
 
 
 async def adopt_or_drop(node: Node, file: FoundFile) -> None:

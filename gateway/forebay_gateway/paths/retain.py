@@ -9,6 +9,7 @@ the catalog's rows name is deleted; files of others stay.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,13 +22,15 @@ from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 
 log = logging.getLogger("forebay.retain")
 
-DELETES_AT_ONCE = 16
+DELETES_A_CALL = 1000
+WRITERS_UNSEEN_MAX = 64  # documents of so many are deleted without a look at what there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Retention:
         row = await self._known(run, step)
         if row.pinned:
             raise InvalidArgument("the checkpoint is pinned; unpin it first", run=run, step=step)
-        sessions, shards = self._content(row)
+        sessions, shards = await self._content(row)
         safe = any(state is not PublishState.PENDING for session in sessions for state in session.publish.values())
         if not safe and not force and not row.deleting:
             raise InvalidArgument(
@@ -107,15 +110,15 @@ class Retention:
             raise reason or NotFound(f"no checkpoint of run {run!r} has step {step}", run=run, step=step)
         return row
 
-    def _content(self, row: CheckpointRow) -> tuple[list[SessionRow], list[ShardRow]]:
+    async def _content(self, row: CheckpointRow) -> tuple[list[SessionRow], list[ShardRow]]:
         with self._node.catalog.read() as txn:
             sessions = sessions_of(txn, row)
-            return sessions, [shard for session in sessions for shard in txn.shards(session.id)]
+        return sessions, [shard for session in sessions for shard in await all_shards(self._node, session.id)]
 
     async def _finish(self, row: CheckpointRow) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Go through the levels; the rows go last, and only when every tier is done."""
         async with self._lock:
-            sessions, shards = self._content(row)
+            sessions, shards = await self._content(row)
             done: list[str] = []
             pending: list[str] = []
             for tier in self._node.tiers.values():
@@ -136,7 +139,7 @@ class Retention:
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> bool:
         """False where the tier is away, or something is still on its way to it: it is tried again."""
-        if not tier.usable or self._under_way(tier, sessions, shards):
+        if not tier.usable or await self._under_way(tier, sessions):
             return False
         try:
             await self._off_tier(tier, row, sessions, shards)
@@ -156,18 +159,28 @@ class Retention:
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> None:
         with self._node.catalog.read() as txn:
-            uploads = [upload for shard in shards if (upload := txn.upload(shard.key, tier.name)) is not None]
+            uploads = [upload for session in sessions for upload in txn.uploads_of(session.id, tier.name)]
         for upload in uploads:  # their records go with the rows
             await tier.tier.abort_upload(upload.key, upload.upload_id)
         by_id = {session.id: session for session in sessions}
         keys = [shard_key(row.run, row.step, by_id[shard.session_id].session, shard.name) for shard in shards]
         for session in sessions:
-            for writer in range(session.writers):
-                keys.append(part_key(row.run, row.step, session.session, writer))
-                if session.writers > 1:
-                    keys.append(announce_key(row.run, row.step, session.session, writer))
-        for begin in range(0, len(keys), DELETES_AT_ONCE):
-            await asyncio.gather(*(tier.tier.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
+            keys += await self._documents(tier, session)
+        for begin in range(0, len(keys), DELETES_A_CALL):
+            await tier.tier.delete_many(keys[begin : begin + DELETES_A_CALL])
+
+    async def _documents(self, tier: MonitoredTier, session: SessionRow) -> list[str]:
+        """Part records and announcements. Of very many writers those that are there: most nodes announce nothing."""
+        names = (session.run, session.step, session.session)
+        kinds = (part_key, announce_key) if session.writers > 1 else (part_key,)
+        if session.writers <= WRITERS_UNSEEN_MAX:
+            return [kind(*names, writer) for kind in kinds for writer in range(session.writers)]
+        found = []
+        for kind in kinds:
+            listing = await tier.tier.list(kind(*names, 0).rpartition("/")[0] + "/")
+            there = {info.key for info in listing.objects}
+            found += [key for writer in range(session.writers) if (key := kind(*names, writer)) in there]
+        return found
 
     async def drop_superseded(self, session: SessionRow) -> None:
         """Delete a session that a newer one of its step has replaced on every tier, as the caller has seen there.
@@ -179,12 +192,12 @@ class Retention:
         async with self._lock:
             with self._node.catalog.read() as txn:
                 row, current = txn.checkpoint(session.run, session.step), txn.session(session.id)
-                shards = list(txn.shards(session.id))
+            shards = await all_shards(self._node, session.id)
             if row is None or current is None or row.deleting:
                 return
             for name in current.publish:
                 tier = self._node.tiers.get(name)
-                if tier is None or not tier.usable or self._under_way(tier, [current], shards):
+                if tier is None or not tier.usable or await self._under_way(tier, [current]):
                     raise Unavailable("a tier that holds the session cannot be cleaned now", tier=name, retry_after_s=5.0)
             for name in current.publish:
                 await self._node.catalog.write(partial(_yielded, current.id, name))  # no reader takes it from here on
@@ -193,14 +206,21 @@ class Retention:
             await self._out_of_cache([current], shards)
         self._node.changes.tell()
 
-    def _under_way(self, tier: MonitoredTier, sessions: list[SessionRow], shards: list[ShardRow]) -> bool:
+    async def _under_way(self, tier: MonitoredTier, sessions: list[SessionRow]) -> bool:
         """After the marking neither a copy nor a document is begun any more; those that were have to end first."""
         if any((tier.name, session.id) in self._node.publishing for session in sessions):
             return True
-        with self._node.catalog.read() as txn:
-            return any(
-                (copy := txn.copy(shard.key, tier.name)) is not None and copy.state is CopyState.WRITING for shard in shards
-            )
+        for session in sessions:
+            with self._node.catalog.read() as txn:
+                verified, copies, _, _ = txn.session_progress(session.id, tier.name)
+            if verified == copies:
+                continue
+            async for rows in pages(self._node, session.id):
+                with self._node.catalog.read() as txn:
+                    copy_rows = [txn.copy(row.key, tier.name) for row in rows]
+                if any(copy is not None and copy.state is CopyState.WRITING for copy in copy_rows):
+                    return True
+        return False
 
     async def _drop_manifest(self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow]) -> None:
         """Only a manifest that names a session of ours: a newer session of another node is not ours to delete."""
@@ -210,7 +230,8 @@ class Retention:
         except NotFound:
             return
         try:
-            theirs = Manifest.from_json(document).session not in {session.session for session in sessions}
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+            theirs = manifest.session not in {session.session for session in sessions}
         except ManifestError:
             theirs = False
         if theirs:
@@ -232,7 +253,11 @@ class Retention:
         unlinked = {shard.key for shard in on_disk}
         for session in sessions:
             # By the rows as they are now: since the look some may have been evicted, and a stream may have sealed one more.
-            rows = await self._node.catalog.write(partial(_drop_session, session.id))
+            rows = []
+            async for page in pages(self._node, session.id):
+                rows += await self._node.catalog.write(partial(_drop_shards, page), frees=True)
+            rows += await self._node.catalog.write(partial(_drop_session, session.id), frees=True)
+            self._node.first_seen_s.pop(session.id, None)
             self._node.budget.freed(sum(row.disk_size for row in rows))
             await io.run(cache.unlink_many, [cache.shard_path(row.key) for row in rows if row.key not in unlinked])
             await io.run(cache.remove_part_files, session.id, None)
@@ -245,3 +270,8 @@ def _yielded(session_id: int, tier: str, txn: WriteTxn) -> None:
 
 def _drop_session(session_id: int, txn: WriteTxn) -> list[ShardRow]:
     return txn.drop_session(session_id) if txn.session(session_id) is not None else []
+
+
+def _drop_shards(rows: Sequence[ShardRow], txn: WriteTxn) -> list[ShardRow]:
+    dropped = [txn.drop_shard(row.key) for row in rows]
+    return [row for row in dropped if row is not None and row.disk_size]

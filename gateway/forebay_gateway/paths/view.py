@@ -1,13 +1,14 @@
 """What people and schedulers see of checkpoints: state, what is missing, how far each level is.
 
-Owns the words. Reads the catalog only; find.py has looked at the tiers before.
+Owns the words. A view is made of look-ups, however many shards there are. Reads the catalog only; find.py has looked at the
+tiers before.
 """
 
 from dataclasses import dataclass
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
 
@@ -47,7 +48,7 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
         return None
     complete = [session for session in sessions if is_complete(txn, session)]
     session = complete[-1] if complete else sessions[-1]
-    parts = txn.parts(session.id)
+    sums, first = txn.session_sums(session.id), txn.part(session.id, 0)
     missing = () if complete else missing_parts(txn, session)
     reason = session.reason or (describe_missing(missing) if missing else "")
     if not complete and not reason:
@@ -57,30 +58,23 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
         state="complete" if complete else "incomplete",
         missing=missing,
         levels=tuple(_levels(node, txn, session)),
-        size=sum(part.size for part in parts),
-        shard_count=sum(part.shard_count for part in parts),
+        size=sums.committed_size,
+        shard_count=sums.committed_shards,
         pinned=row.pinned,
-        metadata_json=next((part.metadata_json for part in parts if part.writer == 0), ""),
+        metadata_json="" if first is None else first.metadata_json,
         reason=reason,
     )
 
 
 def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
-    parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-    rows = list(txn.shards(session.id))
-    total = sum(row.size for row in rows)
-    here = sum(row.size for row in rows if row.is_cached)
-    if len(parts) < session.writers:
+    sums = txn.session_sums(session.id)
+    cache_state = "complete" if sums.cached == sums.shards else "evicted"
+    if sums.committed < session.writers:
         cache_state = "incomplete"
-    else:
-        cache_state = "complete" if all(row.is_cached for row in rows) else "evicted"
-    views = [LevelView("cache", cache_state, here, total)]
+    views = [LevelView("cache", cache_state, sums.cached_size, sums.size)]
     for tier in node.tiers.values():
         state = session.publish.get(tier.name)
-        done = size = 0
-        for part in parts:
-            _, _, verified_bytes, part_bytes = txn.part_progress(session.id, part.writer, tier.name)
-            done, size = done + verified_bytes, size + part_bytes
+        _, _, done, size = txn.session_progress(session.id, tier.name)
         if state is PublishState.COMPLETE:
             word = "complete"
         elif state is PublishState.SUPERSEDED:

@@ -14,6 +14,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, sessions_of
 
 LOOK_AGAIN_S = 0.25
+LOOK_S_MIN = 0.02
 ASK_AGAIN_S = 1.0  # the tiers, for what is not known here: once for all who wait for it
 ASKED_MAX = 1000
 TELL_EVERY_S = 1.0
@@ -66,6 +67,9 @@ class Waiter:
             if progress.reached:
                 return
             await self._node.changes.wait(LOOK_AGAIN_S)
+            # Many may wait, and much may change at once: each looks at most so often.
+            if (early_s := now_s + LOOK_S_MIN - clock.monotonic()) > 0:
+                await clock.sleep(early_s)
 
     async def _look(self, run: str, step: int, level: str, name: str, began_s: float) -> Progress:
         session = self._session(run, step, name)
@@ -120,13 +124,10 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
         reached = any(state is PublishState.COMPLETE for state in session.publish.values()) or (
             complete_at_cache(txn, session) and not missing
         )
-        total = sum(part.size for part in txn.parts(session.id))
+        total = txn.session_sums(session.id).committed_size
         return Progress(reached, total, total, () if reached else missing, "" if reached else describe_missing(missing))
     state = session.publish.get(level)
-    done = total = 0
-    for part in txn.parts(session.id):
-        _, _, verified, size = txn.part_progress(session.id, part.writer, level)
-        done, total = done + verified, total + size
+    _, _, done, total = txn.session_progress(session.id, level)
     if state in (PublishState.COMPLETE, PublishState.SUPERSEDED):
         return Progress(True, total, total, (), "")
     if session.reason:

@@ -5,25 +5,30 @@ Owns these questions, asked of the catalog alone. Does not own what is done abou
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import CheckpointRow, Origin, PartState, PublishState, SessionRow
+from forebay_gateway.core.policy import is_whole
+from forebay_gateway.core.records import CheckpointRow, PartState, SessionRow
 
 MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
 
 
 def complete_at_cache(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether every writer's part is durable in some node's cache, as far as this node knows."""
+    committed = txn.session_sums(session.id).committed
+    if committed >= session.writers or committed + len(session.known_parts) < session.writers:
+        return committed >= session.writers
     here = {part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED}
     return len(here | set(session.known_parts)) >= session.writers
 
 
 def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether every shard of every writer has landed and verified somewhere: in this node's cache, or on a tier."""
-    if any(state is PublishState.COMPLETE for state in session.publish.values()):
-        return True
-    if session.origin is Origin.TIER or session.reason:
-        return False
-    parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
-    return len(parts) >= session.writers and complete_at_cache(txn, session)
+    return is_whole(session, txn.session_sums(session.id).committed)
+
+
+def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether every shard of every writer is in this node's cache."""
+    sums = txn.session_sums(session.id)
+    return sums.committed >= session.writers and sums.cached == sums.shards
 
 
 def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
@@ -41,6 +46,8 @@ def sessions_of(txn: ReadTxn, row: CheckpointRow) -> list[SessionRow]:
 
 def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:
     """The writers that this node has not heard a commit of; of very many, the first."""
+    if txn.session_sums(session.id).committed >= session.writers:
+        return ()
     states = {part.writer: part.state for part in txn.parts(session.id)}
     missing = []
     for writer in range(session.writers):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,6 +285,11 @@ class WritePath:
     def forget(self, session_id: int, writer: int) -> None:
         """The part is committed or gone."""
         self._last_heard_s.pop((session_id, writer), None)
+
+    def remember_only(self, parts: Collection[tuple[int, int]]) -> None:
+        """Forget all that are not among these (session, writer) and do not stream: asked about after their end, or gone."""
+        for key in [key for key in self._last_heard_s if key not in parts and key not in self._streaming]:
+            del self._last_heard_s[key]
 
     def _existing(self, session_id: int, part: PartRef, name: str) -> ShardRow | None:
         with self._node.catalog.read() as txn:

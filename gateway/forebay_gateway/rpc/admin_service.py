@@ -3,6 +3,8 @@
 Owns decoding and encoding, and what counts as healthy.
 """
 
+from dataclasses import replace
+
 from forebay_gateway import __version__
 from forebay_gateway.core.config import render_toml
 from forebay_gateway.paths.drain import Drain
@@ -32,6 +34,7 @@ class AdminService:
         """See admin.proto."""
         node = self._node
         report = self._health.report()
+        shown = report.incomplete_shown[:INCOMPLETE_SHOWN_MAX]
         return pb.Status(
             node=node.id,
             version=__version__,
@@ -46,8 +49,8 @@ class AdminService:
             ],
             alarms=[pb.Alarm(severity=alarm.severity, what=alarm.what, todo=alarm.todo) for alarm in report.alarms],
             checkpoints_complete=report.complete,
-            checkpoints_incomplete=len(report.incomplete),
-            incomplete=[encode.checkpoint(found) for found in report.incomplete[:INCOMPLETE_SHOWN_MAX]],
+            checkpoints_incomplete=report.incomplete,
+            incomplete=[encode.checkpoint(replace(found, metadata_json="")) for found in shown],
             listen=node.config.node.listen,
             loop_lag_p99_s=report.loop_lag_p99_s,
         )

@@ -4,15 +4,17 @@ Owns decoding and encoding. PutShard and ReadShard take and give raw messages: t
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound
+from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.view import CheckpointView, view
@@ -27,7 +29,9 @@ from forebay_wire.v1 import gateway_pb2 as pb
 
 WINDOW = 4
 WAIT_S_MAX = 366 * 86400
-SHARDS_A_PAGE = 1000
+COMMIT_SHARDS_MAX = 1 << 20
+CHECKPOINTS_A_PAGE = 200
+PAGE_BYTES = 1 << 20  # and one checkpoint more: its metadata may have as much
 
 
 @dataclass
@@ -98,10 +102,26 @@ class GatewayService:
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
 
     @answers
-    async def CommitPart(self, request: pb.CommitPartRequest, context: Context) -> pb.CommitPartResponse:
+    async def CommitPart(self, requests: AsyncIterator[pb.CommitPartRequest], context: Context) -> pb.CommitPartResponse:
         """See gateway.proto."""
-        expected = [Expected(shard.name, shard.size, shard.crc32c) for shard in request.shards]
-        done = await self._paths.commit.commit(encode.part_ref(request.part), expected, request.metadata_json)
+        deadline_s = self._node.config.node.stream_timeout
+        first: pb.CommitPartRequest | None = await _next_message(requests, deadline_s)
+        if first is None:
+            raise InvalidArgument("the first message of a commit names the part")
+        part, metadata_json = encode.part_ref(first.part), first.metadata_json
+        expected: list[Expected] = []
+        request: pb.CommitPartRequest | None = first
+        while request is not None:
+            if request is not first and (request.HasField("part") or request.metadata_json):
+                raise InvalidArgument("only the first message of a commit names the part and its metadata")
+            if len(expected) + len(request.shards) > COMMIT_SHARDS_MAX:
+                raise InvalidArgument(f"a commit has at most {COMMIT_SHARDS_MAX} shards", writer=part.writer)
+            for begin in range(0, len(request.shards), SHARDS_A_PAGE):
+                some = request.shards[begin : begin + SHARDS_A_PAGE]
+                expected += [Expected(shard.name, shard.size, shard.crc32c) for shard in some]
+                await asyncio.sleep(0)
+            request = await _next_message(requests, deadline_s)
+        done = await self._paths.commit.commit(part, expected, metadata_json)
         return pb.CommitPartResponse(
             level="cache", checkpoint_complete=done.complete_at_cache, pressure=encode.pressure(self._node)
         )
@@ -186,27 +206,35 @@ class GatewayService:
             session = txn.find_session(request.run, request.step, request.session) if request.session else found.session
             if session is None:
                 raise NotFound(f"no session {request.session!r} of this step is known here")
-            rows = sorted(txn.shards(session.id), key=lambda row: row.name)
+        rows = sorted(await all_shards(self._node, session.id), key=lambda row: row.name)
         for begin in range(0, len(rows), SHARDS_A_PAGE):
             with self._node.catalog.read() as txn:
                 page = [encode.shard(txn, row) for row in rows[begin : begin + SHARDS_A_PAGE]]
             yield pb.ListShardsResponse(shards=page)
 
-    @answers
-    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+    @streams
+    async def ListCheckpoints(
+        self, request: pb.ListCheckpointsRequest, context: Context
+    ) -> AsyncGenerator[pb.ListCheckpointsResponse, None]:
         """See gateway.proto."""
         self._check_run(request.run)
-        answer = pb.ListCheckpointsResponse()
+        page, size, found_any = pb.ListCheckpointsResponse(), 0, False
         for step in await self._paths.find.steps(request.run):
             with self._node.catalog.read() as txn:  # one a checkpoint: a long run must not hold the event loop
                 row = txn.checkpoint(request.run, step)
                 found = None if row is None else view(self._node, txn, row)
             if found is not None:
-                answer.checkpoints.append(encode.checkpoint(found))
+                message, found_any = encode.checkpoint(found), True
+                page.checkpoints.append(message)
+                size += message.ByteSize()
+            if size >= PAGE_BYTES or len(page.checkpoints) >= CHECKPOINTS_A_PAGE:
+                yield page
+                page, size = pb.ListCheckpointsResponse(), 0
             await asyncio.sleep(0)
-        if not answer.checkpoints:
+        if not found_any:
             self._raise_unknown_run(request.run)
-        return answer
+        if page.checkpoints:
+            yield page
 
     def _raise_unknown_run(self, run: str) -> None:
         away = self._node.unreachable_tiers()
@@ -218,15 +246,13 @@ class GatewayService:
         """See gateway.proto."""
         answer = pb.ListRunsResponse()
         for run in await self._paths.find.runs():
-            await self._paths.find.steps(run)
-            with self._node.catalog.read() as txn:
-                views = [found for row in txn.checkpoints(run) if (found := view(self._node, txn, row)) is not None]
-            if not views:
+            steps = await self._paths.find.known_steps(run)
+            if not steps:
                 continue
-            message = answer.runs.add(run=run, checkpoints=len(views))
-            complete = [found.session.step for found in views if found.state == "complete"]
-            if complete:
-                message.latest_step = max(complete)
+            message = answer.runs.add(run=run, checkpoints=len(steps))
+            with contextlib.suppress(NotFound, Unavailable):
+                message.latest_step = (await self._paths.find.latest_of(run, steps)).session.step
+        answer.note = self._paths.find.left_out
         return answer
 
     @answers

@@ -7,12 +7,15 @@ timed out, throttled, ESTALE, 5xx), with retry_after_s where the tier gave one; 
 that bytes arrived damaged; StorageFull where it has no space or quota left; AlreadyExists for a failed condition.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from forebay_gateway.core.errors import Unavailable
+
+DELETES_AT_ONCE = 16
 
 
 class StorageFull(Unavailable):
@@ -140,6 +143,11 @@ class Tier(ABC):
     @abstractmethod
     async def delete(self, key: str) -> None:
         """Gone when it returns; also when it was not there."""
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        """All of them gone when it returns; after an error some may be left: do it again. For whole checkpoints."""
+        for begin in range(0, len(keys), DELETES_AT_ONCE):
+            await asyncio.gather(*(self.delete(key) for key in keys[begin : begin + DELETES_AT_ONCE]))
 
     @abstractmethod
     async def list(self, prefix: str) -> Listing:

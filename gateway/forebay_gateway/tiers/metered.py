@@ -4,7 +4,7 @@ Owns plain counters. Does not own how they are shown (base/metrics, rpc).
 """
 
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -112,6 +112,10 @@ class MeteredTier(TierWrapper):
     async def delete(self, key: str) -> None:
         with self.meter.measure("delete"):
             await self.inner.delete(key)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        with self.meter.measure("delete_many"):
+            await self.inner.delete_many(keys)
 
     async def list(self, prefix: str) -> Listing:
         with self.meter.measure("list"):

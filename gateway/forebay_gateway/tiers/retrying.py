@@ -5,7 +5,7 @@ StorageFull is passed up at once: space does not return within a retry, and the 
 """
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -148,6 +148,9 @@ class RetryingTier(TierWrapper):
 
     async def delete(self, key: str) -> None:
         await self._run(lambda: self.inner.delete(key))
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self._run(lambda: self.inner.delete_many(keys))
 
     async def list(self, prefix: str) -> Listing:
         return await self._run(lambda: self.inner.list(prefix))

@@ -4,7 +4,7 @@ Owns waiting. `bandwidth` counts bytes sent to the tier, as a put takes them fro
 pace of the drain. `iops` counts verbs, whatever requests each of them makes.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.tiers.base import Listing, ObjectInfo, PutOptions, Source, Tier
@@ -107,6 +107,11 @@ class ThrottledTier(TierWrapper):
     async def delete(self, key: str) -> None:
         await self._admit()
         await self.inner.delete(key)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for _ in keys:  # each is an operation, though some tiers take many in one request
+            await self._admit()
+        await self.inner.delete_many(keys)
 
     async def list(self, prefix: str) -> Listing:
         await self._admit()

@@ -3,7 +3,7 @@
 Owns delegation. Capabilities are the inner tier's, in both directions, so a record set from outside reaches the bottom.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
 
@@ -55,6 +55,9 @@ class TierWrapper(Tier):
 
     async def delete(self, key: str) -> None:
         await self.inner.delete(key)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self.inner.delete_many(keys)
 
     async def list(self, prefix: str) -> Listing:
         return await self.inner.list(prefix)

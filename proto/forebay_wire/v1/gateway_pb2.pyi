@@ -354,12 +354,14 @@ class CommitPartRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     metadata_json: _builtins.str
-    """a JSON object, "" for none; writer 0's stands in the manifest"""
+    """in the first message: a JSON object, "" for none; writer 0's stands in the manifest"""
     @_builtins.property
-    def part(self) -> Global___PartRef: ...
+    def part(self) -> Global___PartRef:
+        """in the first message"""
+
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedShard]:
-        """all that this writer means to have put"""
+        """over all messages: all that this writer means to have put, each once"""
 
     def __init__(
         self,
@@ -847,7 +849,7 @@ class ListCheckpointsResponse(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
-        """by step, ascending"""
+        """a page; by step, ascending over all messages"""
 
     def __init__(
         self,
@@ -886,6 +888,7 @@ class Run(_message.Message):
     LATEST_STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     checkpoints: _builtins.int
+    """known here, or begun on a tier that can be reached"""
     latest_step: _builtins.int
     """newest complete"""
     def __init__(
@@ -910,16 +913,20 @@ class ListRunsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    note: _builtins.str
+    """what could not be looked at"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]: ...
     def __init__(
         self,
         *,
         runs: _abc.Iterable[Global___Run] | None = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

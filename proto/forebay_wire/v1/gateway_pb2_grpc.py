@@ -44,7 +44,7 @@ class GatewayStub:
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyResponse.FromString,
                 _registered_method=True)
-        self.CommitPart = channel.unary_unary(
+        self.CommitPart = channel.stream_unary(
                 '/forebay.v1.Gateway/CommitPart',
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.CommitPartRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.CommitPartResponse.FromString,
@@ -74,7 +74,7 @@ class GatewayStub:
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ListShardsRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ListShardsResponse.FromString,
                 _registered_method=True)
-        self.ListCheckpoints = channel.unary_unary(
+        self.ListCheckpoints = channel.unary_stream(
                 '/forebay.v1.Gateway/ListCheckpoints',
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ListCheckpointsResponse.FromString,
@@ -125,8 +125,9 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CommitPart(self, request, context):
-        """Closes a writer's part: from here on its shards are promised. Idempotent for identical content.
+    def CommitPart(self, request_iterator, context):
+        """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
+        where the list is long: the first names the part, each adds shards, and nothing happens before the stream has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,7 +216,7 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyResponse.SerializeToString,
             ),
-            'CommitPart': grpc.unary_unary_rpc_method_handler(
+            'CommitPart': grpc.stream_unary_rpc_method_handler(
                     servicer.CommitPart,
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.CommitPartRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.CommitPartResponse.SerializeToString,
@@ -245,7 +246,7 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ListShardsRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ListShardsResponse.SerializeToString,
             ),
-            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+            'ListCheckpoints': grpc.unary_stream_rpc_method_handler(
                     servicer.ListCheckpoints,
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ListCheckpointsResponse.SerializeToString,
@@ -341,7 +342,7 @@ class Gateway:
             _registered_method=True)
 
     @staticmethod
-    def CommitPart(request,
+    def CommitPart(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -351,8 +352,8 @@ class Gateway:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/forebay.v1.Gateway/CommitPart',
             forebay__wire_dot_v1_dot_gateway__pb2.CommitPartRequest.SerializeToString,
@@ -513,7 +514,7 @@ class Gateway:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/forebay.v1.Gateway/ListCheckpoints',

@@ -44,8 +44,10 @@ class GatewayStub:
     """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
     all shards of that request are durable. All shards of one request are taken, or none.
     """
-    CommitPart: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]
-    """Closes a writer's part: from here on its shards are promised. Idempotent for identical content."""
+    CommitPart: _grpc.StreamUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]
+    """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
+    where the list is long: the first names the part, each adds shards, and nothing happens before the stream has ended.
+    """
     AbortPart: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AbortPartRequest, _gateway_pb2.AbortPartResponse]
     """Drops what a writer has put and not committed."""
     Wait: _grpc.UnaryStreamMultiCallable[_gateway_pb2.WaitRequest, _gateway_pb2.WaitResponse]
@@ -54,7 +56,7 @@ class GatewayStub:
     """A byte range of a shard, verified before it is sent. Each message is one Chunk at its offset in the shard."""
     Describe: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DescribeRequest, _gateway_pb2.Checkpoint]
     ListShards: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ListShardsRequest, _gateway_pb2.ListShardsResponse]
-    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]
+    ListCheckpoints: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListRunsRequest, _gateway_pb2.ListRunsResponse]
     Latest: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.LatestRequest, _gateway_pb2.Checkpoint]
     """The newest complete checkpoint (highest step), NOT_FOUND where there is none."""
@@ -73,8 +75,10 @@ class GatewayAsyncStub(GatewayStub):
     """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
     all shards of that request are durable. All shards of one request are taken, or none.
     """
-    CommitPart: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]  # type: ignore[assignment]
-    """Closes a writer's part: from here on its shards are promised. Idempotent for identical content."""
+    CommitPart: _aio.StreamUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]  # type: ignore[assignment]
+    """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
+    where the list is long: the first names the part, each adds shards, and nothing happens before the stream has ended.
+    """
     AbortPart: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AbortPartRequest, _gateway_pb2.AbortPartResponse]  # type: ignore[assignment]
     """Drops what a writer has put and not committed."""
     Wait: _aio.UnaryStreamMultiCallable[_gateway_pb2.WaitRequest, _gateway_pb2.WaitResponse]  # type: ignore[assignment]
@@ -83,7 +87,7 @@ class GatewayAsyncStub(GatewayStub):
     """A byte range of a shard, verified before it is sent. Each message is one Chunk at its offset in the shard."""
     Describe: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DescribeRequest, _gateway_pb2.Checkpoint]  # type: ignore[assignment]
     ListShards: _aio.UnaryStreamMultiCallable[_gateway_pb2.ListShardsRequest, _gateway_pb2.ListShardsResponse]  # type: ignore[assignment]
-    ListCheckpoints: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
+    ListCheckpoints: _aio.UnaryStreamMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListRunsRequest, _gateway_pb2.ListRunsResponse]  # type: ignore[assignment]
     Latest: _aio.UnaryUnaryMultiCallable[_gateway_pb2.LatestRequest, _gateway_pb2.Checkpoint]  # type: ignore[assignment]
     """The newest complete checkpoint (highest step), NOT_FOUND where there is none."""
@@ -115,10 +119,12 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def CommitPart(
         self,
-        request: _gateway_pb2.CommitPartRequest,
+        request_iterator: _MaybeAsyncIterator[_gateway_pb2.CommitPartRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CommitPartResponse, _abc.Awaitable[_gateway_pb2.CommitPartResponse]]:
-        """Closes a writer's part: from here on its shards are promised. Idempotent for identical content."""
+        """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
+        where the list is long: the first names the part, each adds shards, and nothing happens before the stream has ended.
+        """
 
     @_abc_1.abstractmethod
     def AbortPart(
@@ -163,7 +169,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gateway_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.ListCheckpointsResponse, _abc.Awaitable[_gateway_pb2.ListCheckpointsResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ListCheckpointsResponse], _abc.AsyncIterator[_gateway_pb2.ListCheckpointsResponse]]: ...
 
     @_abc_1.abstractmethod
     def ListRuns(

@@ -6,7 +6,8 @@ nor what errors mean (errors.py). It asks the probe's record before it relies on
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 from forebay_gateway.base.clock import Clock, SystemClock
@@ -41,6 +42,9 @@ from forebay_wire.checksums import crc32c
 
 _PLAIN = PutOptions()
 _READ_BYTES = 1 << 20
+DELETES_A_REQUEST = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+
+log = logging.getLogger("forebay.s3")
 
 
 class S3Tier(Tier):
@@ -52,6 +56,7 @@ class S3Tier(Tier):
         super().__init__(name)
         self._owner = owner
         self.client = S3Client(name, settings, clock or SystemClock())
+        self._deletes_many = True  # until the store says otherwise
         self._unclean: set[str] = set()  # keys of which an upload may be left behind
         self._limit = AdaptiveLimit(settings.concurrency, self.client.clock)
 
@@ -229,6 +234,25 @@ class S3Tier(Tier):
             with contextlib.suppress(NotFound):
                 await self.head(key)
                 raise Unavailable("the object store denies an object that it shows", tier=self.name, key=key) from error
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for begin in range(0, len(keys), DELETES_A_REQUEST):
+            left = keys[begin : begin + DELETES_A_REQUEST]
+            if self._deletes_many:
+                left = await self._delete_together(left)
+            await super().delete_many(left)
+
+    async def _delete_together(self, keys: Sequence[str]) -> Sequence[str]:
+        """One request; the keys that are to be deleted one by one, which says what is wrong with each."""
+        by_name = {self.client.object_key(key): key for key in keys}
+        wanted = {"Objects": [{"Key": name} for name in by_name], "Quiet": True}
+        try:
+            answer = await self.client.call("delete_objects", Delete=wanted)
+        except (Unsupported, InvalidArgument, PermissionDenied) as error:  # some stores do not have it, or not for these rights
+            log.info("objects are deleted one by one tier=%s reason=%s", self.name, error)
+            self._deletes_many = False
+            return keys
+        return [by_name[each["Key"]] for each in answer.get("Errors", ()) if each.get("Key") in by_name]
 
     async def list(self, prefix: str) -> Listing:
         start = self.client.object_prefix(directory_of(prefix))
