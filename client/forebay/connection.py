@@ -152,7 +152,7 @@ class Connection:
         request: object,
         doing: str,
         *,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = CALL_TIMEOUT_S,
         policy: RetryPolicy | None = None,
     ) -> Any:
         """One request, one answer; repeated by `policy` (this connection's, unless given) while the gateway is away or full."""
@@ -164,7 +164,7 @@ class Connection:
             except ForebayError as error:
                 attempts.pause(error)
 
-    def _call_once(self, method: Callable[[Stubs], Any], request: object, doing: str, timeout_s: float) -> Any:
+    def _call_once(self, method: Callable[[Stubs], Any], request: object, doing: str, timeout_s: float | None) -> Any:
         try:
             multicallable = method(self.stubs())
             if not cancel.in_scope():
