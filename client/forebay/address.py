@@ -52,18 +52,18 @@ def resolve(address: str | None, environ: Mapping[str, str] = os.environ) -> str
         return targets[0]
     problems = []
     for target in targets:
-        problem = _problem(target)
-        if problem is None:
+        found = problem(target)
+        if found is None:
             return target
-        problems.append(problem)
+        problems.append(found)
     raise Unavailable(f"no gateway on this node ({'; '.join(problems)}): {_ADVICE}")
 
 
 def require_listener(address: str | None, environ: Mapping[str, str] = os.environ) -> None:
     """Raise Unavailable, saying what to do, unless someone listens there now. For people, who would not wait for retries."""
-    problem = _problem(resolve(address, environ))
-    if problem is not None:
-        raise Unavailable(f"no gateway answers ({problem}): {_ADVICE}")
+    found = problem(resolve(address, environ))
+    if found is not None:
+        raise Unavailable(f"no gateway answers ({found}): {_ADVICE}")
 
 
 def hint(target: str) -> str:
@@ -74,7 +74,8 @@ def hint(target: str) -> str:
     return "" if path.exists() else f"(there is no socket {path}: {_ADVICE})"
 
 
-def _problem(target: str) -> str | None:
+def problem(target: str) -> str | None:
+    """Why nobody can be reached there, None where somebody can."""
     try:
         if target.startswith("unix:"):
             path = target.removeprefix("unix:")

@@ -147,9 +147,9 @@ class AsyncClient:
         """As Client.pressure."""
         return await self._threads.run(self._client.pressure)
 
-    async def open(self, run: str, step: int, *, source: str = "auto") -> "AsyncReader":
+    async def open(self, run: str, step: int, *, source: str = "auto", lane: str = "auto") -> "AsyncReader":
         """As Client.open."""
-        return AsyncReader(await self._threads.run(self._client.open, run, step, source=source), self._threads)
+        return AsyncReader(await self._threads.run(self._client.open, run, step, source=source, lane=lane), self._threads)
 
     async def restore_dir(
         self, run: str, step_or_latest: int | str, path: str | PathLike[str], **options: Any

@@ -17,7 +17,8 @@ from forebay.background_checkpoint import BackgroundCheckpoint
 from forebay.care import Care
 from forebay.connection import Connection
 from forebay.convert import record
-from forebay.errors import Incomplete, InvalidArgument, NotFound, Unsupported
+from forebay.errors import Incomplete, InvalidArgument, NotFound
+from forebay.lanes.fd import LANES
 from forebay.progress import byte_counter
 from forebay.reader import Reader, list_shards
 from forebay.retry import RetryPolicy
@@ -107,16 +108,15 @@ class Client:
         """This writer's part of a checkpoint, to put shards in and commit; a context manager that aborts unless committed.
 
         All writers of one launch share `session`; by default it comes from FOREBAY_SESSION, torchelastic or Slurm.
-        Nothing is sent yet.
+        `lane` is how bytes travel: "fd" into the cache's own files, for a gateway on this host's Unix socket (Unsupported
+        elsewhere), "stream" over gRPC, "auto" the faster that is there. What "fd" cannot carry (small shards together, data of
+        unknown size) goes by stream. Nothing is sent yet.
         """
         _check(run, step)
-        if lane not in ("auto", "stream", "fd"):
-            raise InvalidArgument(f"lane must be 'auto', 'stream' or 'fd', not {lane!r}")
-        if lane == "fd":
-            raise Unsupported("lane 'fd': this client sends over 'stream'")
+        _check_lane(lane)
         part_ref(run, step, "any", writer, writers)
         chosen = default_session(writers) if session is None else session
-        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers), self._background)
+        return CheckpointWriter(self._connection, part_ref(run, step, chosen, writer, writers), self._background, lane)
 
     def async_checkpoint(
         self,
@@ -158,15 +158,17 @@ class Client:
         wait: str = "cache",
         timeout: float | None = None,
         streams: int = directories.STREAMS,
+        lane: str = "auto",
     ) -> SaveSummary:
         """Save every file below `path` as a shard of this writer's part and commit it; `wait` and `timeout` as in commit().
 
         What cannot be saved, or a level that the gateway does not have, is an error that names it, before anything is sent.
+        `lane` as in checkpoint().
         """
         started_s = time.monotonic()
         files = directories.walk(Path(path))
         total = sum(size for _, size in files.values())
-        part = self.checkpoint(run, step, writers, writer, session)
+        part = self.checkpoint(run, step, writers, writer, session, lane)
         check_level(self._connection, run, step, wait)
         with part:
             with byte_counter(f"save {run}/{step}", total, self._progress) as count:
@@ -233,11 +235,12 @@ class Client:
 
     # Restoring
 
-    def open(self, run: str, step: int, *, source: str = "auto") -> Reader:
-        """A complete checkpoint for reading; `source` limits it to "cache", "peer" or a tier.
+    def open(self, run: str, step: int, *, source: str = "auto", lane: str = "auto") -> Reader:
+        """A complete checkpoint for reading; `source` limits it to "cache", "peer" or a tier, `lane` is as in checkpoint().
 
         Raises NotFound, Incomplete(missing), InvalidArgument for a source that the gateway does not have.
         """
+        _check_lane(lane)
         found = self._describe(run, step)
         known = ("auto", "cache", "peer", *(level.level for level in found.levels if level.level != "cache"))
         if source not in known:
@@ -247,7 +250,7 @@ class Client:
         if not found.complete:
             lacks = "; ".join(map(str, found.missing[:5])) or found.reason or "nothing known"
             raise Incomplete(f"checkpoint {run}/{step} is not complete; missing: {lacks}", missing=found.missing)
-        return Reader(self._connection, found, source)
+        return Reader(self._connection, found, source, lane)
 
     def restore_dir(
         self,
@@ -258,6 +261,7 @@ class Client:
         source: str = "auto",
         streams: int = directories.STREAMS,
         durable: bool = False,
+        lane: str = "auto",
     ) -> RestoreSummary:
         """Write every shard to a file below `path`, `streams` at a time; `step_or_latest` is a step or "latest".
 
@@ -266,7 +270,7 @@ class Client:
         """
         started_s = time.monotonic()
         step = self._step_of(run, step_or_latest)
-        reader = self.open(run, step, source=source)
+        reader = self.open(run, step, source=source, lane=lane)
         shards = reader.shards()
         size = sum(shard.size for shard in shards)
         target = directories.Target(Path(path), durable)
@@ -352,6 +356,11 @@ class Client:
         if latest is None:
             raise NotFound(f"run {run!r} has no complete checkpoint")
         return latest
+
+
+def _check_lane(lane: str) -> None:
+    if lane not in LANES:
+        raise InvalidArgument(f"lane must be 'auto', 'stream' or 'fd', not {lane!r}")
 
 
 def _check(run: str, step: int = 0) -> None:

@@ -170,7 +170,7 @@ class Connection:
         request: object,
         doing: str,
         *,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = CALL_TIMEOUT_S,
         policy: RetryPolicy | None = None,
     ) -> Any:
         """One request, or a list of them for a method that takes a stream, and one answer. Repeated by `policy` (this
@@ -183,7 +183,7 @@ class Connection:
             except ForebayError as error:
                 attempts.pause(error)
 
-    def _call_once(self, method: Callable[[Stubs], Any], request: object, doing: str, timeout_s: float) -> Any:
+    def _call_once(self, method: Callable[[Stubs], Any], request: object, doing: str, timeout_s: float | None) -> Any:
         try:
             multicallable = method(self.stubs())
             if isinstance(request, list):

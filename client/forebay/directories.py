@@ -144,8 +144,8 @@ class Target:
         # The target itself may be a link: the caller named it.
         self._directories[""] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def write(self, shard: Shard, chunks: Iterator[memoryview]) -> None:
-        """A temporary file with the shard's bytes. Removed again on error."""
+    def write(self, shard: Shard, fill: Callable[[int], None]) -> None:
+        """A temporary file with the shard's bytes, which `fill` writes to its descriptor. Removed again on error."""
         parent, _, final = shard.name.rpartition("/")
         directory = self._directory(parent)
         self._check_free(directory, final, shard.name)
@@ -155,9 +155,7 @@ class Target:
         with self._lock:
             self._pending.append(_Pending(directory, temp, final))
         try:
-            for chunk in chunks:
-                while chunk.nbytes:
-                    chunk = chunk[os.write(descriptor, chunk) :]
+            fill(descriptor)
             if self._durable:
                 os.fsync(descriptor)
         finally:
@@ -233,7 +231,7 @@ def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], strea
     def restore(shard: Shard) -> None:
         try:
             check_shard_name(shard.name)  # a listing is not to be trusted with paths
-            target.write(shard, _counted(reader.stream(shard.name), on_bytes))
+            target.write(shard, lambda descriptor: reader.write_to(shard.name, descriptor, on_bytes))
         except ForebayError as error:
             raise error.extended(f"(restoring {shard.name!r})") from error.__cause__
         except (OSError, InvalidName) as error:
@@ -245,9 +243,3 @@ def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], strea
 def _check_distinct(names: set[str]) -> None:
     if (clash := file_and_directory(names)) is not None:
         raise InvalidArgument(f"shards {clash[0]!r} and {clash[1]!r} cannot both be files: read them one by one")
-
-
-def _counted(chunks: Iterator[memoryview], on_bytes: OnBytes) -> Iterator[memoryview]:
-    for chunk in chunks:
-        yield chunk
-        on_bytes(chunk.nbytes)

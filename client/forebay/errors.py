@@ -144,14 +144,19 @@ def _detail(error: "grpc.RpcError") -> Any:
     return None
 
 
+def from_detail(detail: Any, doing: str) -> ForebayError:
+    """The error that an ErrorDetail means."""
+    missing = [Missing(entry.writer, tuple(entry.shards), entry.state) for entry in detail.missing]
+    retry_after_s = detail.retry_after_s if detail.HasField("retry_after_s") else None
+    cls = _BY_KIND.get(detail.kind, ForebayError)
+    return cls(f"{doing}: {detail.message}", retry_after_s=retry_after_s, missing=missing)
+
+
 def from_rpc(error: "grpc.RpcError", doing: str) -> ForebayError:
     """The error that a failed RPC means; `doing` is a clause such as "put 'a.bin'". Raise it `from error`."""
     detail = _detail(error)
     if detail is not None:
-        missing = [Missing(entry.writer, tuple(entry.shards), entry.state) for entry in detail.missing]
-        retry_after_s = detail.retry_after_s if detail.HasField("retry_after_s") else None
-        cls = _BY_KIND.get(detail.kind, ForebayError)
-        return cls(f"{doing}: {detail.message}", retry_after_s=retry_after_s, missing=missing)
+        return from_detail(detail, doing)
     code = getattr(error, "code", lambda: None)()
     name = code.name if code is not None else "UNKNOWN"
     text = " ".join(str(getattr(error, "details", lambda: "")() or "").split())

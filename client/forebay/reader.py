@@ -5,7 +5,9 @@ read (the gateway chooses) nor files (directories.py). A reader stays with the s
 that a newer save of the same step never mixes into it.
 """
 
+import contextlib
 import io
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +15,17 @@ from typing import Any
 from forebay import cancel
 from forebay.connection import Connection
 from forebay.convert import record
-from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound
-from forebay.lanes import stream
+from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
+from forebay.lanes import fd_read, stream
+from forebay.lanes.fd import FD_BYTES_MIN, NotOffered
+from forebay.lanes.stream import OnBytes
 from forebay.sources import view_of
 from forebay.types import Checkpoint, Shard
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.frames import ChunkFrame
 from forebay_wire.v1 import gateway_pb2 as pb
+
+_log = logging.getLogger("forebay")
 
 
 def list_shards(connection: Connection, run: str, step: int, session: str) -> tuple[Shard, ...]:
@@ -33,18 +39,19 @@ def list_shards(connection: Connection, run: str, step: int, session: str) -> tu
 class Reader:
     """A complete checkpoint, open for reading. Thread-safe; holds no connection of its own."""
 
-    def __init__(self, connection: Connection, checkpoint: Checkpoint, source: str = "auto") -> None:
+    def __init__(self, connection: Connection, checkpoint: Checkpoint, source: str = "auto", lane: str = "auto") -> None:
         self._connection = connection
         self._source = source
+        self._lane = lane
         self._lock = threading.Lock()
         self._shards: dict[str, Shard] | None = None
         self.checkpoint = checkpoint
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._connection, self._source, self._shards, self.checkpoint
+        return self._connection, self._source, self._lane, self._shards, self.checkpoint
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._connection, self._source, self._shards, self.checkpoint = state
+        self._connection, self._source, self._lane, self._shards, self.checkpoint = state
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -67,9 +74,15 @@ class Reader:
 
         Raises InvalidArgument for a range that is not inside the shard, NotFound, Corrupt, Unavailable.
         """
-        sink = io.BytesIO()  # hands its buffer over without a copy
-        for chunk in self.stream(name, offset, length):
-            sink.write(chunk)
+        length = self._checked_length(self.shard(name), offset, length)
+        if not self._may_go_by_fd(length):
+            sink = io.BytesIO()  # hands its buffer over without a copy
+            for chunk in self._streamed(self.shard(name), offset, length):
+                sink.write(chunk)
+            return sink.getvalue()
+        sink = io.BytesIO(bytes(length))
+        with sink.getbuffer() as view:
+            self.readinto(name, view, offset)
         return sink.getvalue()
 
     def readinto(self, name: str, buffer: Any, offset: int = 0) -> int:
@@ -77,19 +90,109 @@ class Reader:
         view = view_of(buffer, f"buffer for {name!r}")
         if view.readonly and view.nbytes:
             raise InvalidArgument(f"buffer for {name!r}: it is read-only")
-        at = 0
-        for chunk in self.stream(name, offset, view.nbytes):
-            view[at : at + chunk.nbytes] = chunk
-            at += chunk.nbytes
-        return at
+        shard = self.shard(name)
+        self._checked_length(shard, offset, view.nbytes)
+        for at, chunk in self._into(fd_read.MemorySink(view, offset), shard, offset, offset + view.nbytes, None):
+            view[at - offset : at - offset + chunk.nbytes] = chunk
+        return view.nbytes
+
+    def write_to(self, name: str, descriptor: int, on_bytes: OnBytes | None = None) -> None:
+        """The whole shard into an open file of the caller's, from its beginning. Raises as read(), and OSError."""
+        shard = self.shard(name)
+        sink = fd_read.FileSink(descriptor)
+        for at, chunk in self._into(sink, shard, 0, shard.size, on_bytes):
+            sink.put(at, chunk)
 
     def stream(self, name: str, offset: int = 0, length: int | None = None) -> Iterator[memoryview]:
         """The range as checked chunks, in order; holds one chunk at a time. Raises as read()."""
         shard = self.shard(name)
+        length = self._checked_length(shard, offset, length)
+        return self._pieces(shard, offset, length) if self._may_go_by_fd(length) else self._streamed(shard, offset, length)
+
+    @staticmethod
+    def _checked_length(shard: Shard, offset: int, length: int | None) -> int:
         length = shard.size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > shard.size:
-            raise InvalidArgument(f"{name!r} has {shard.size} bytes; {length} from {offset} are not inside it")
-        frames = self._resuming(name, offset, length)
+            raise InvalidArgument(f"{shard.name!r} has {shard.size} bytes; {length} from {offset} are not inside it")
+        return length
+
+    # By the fd lane: what it cannot bring comes by the stream lane, which falls over to other copies and knows patience.
+
+    def _may_go_by_fd(self, length: int) -> bool:
+        """Whether the fd lane can bring it; "auto" uses it for what is worth a lease."""
+        if self._lane == "stream" or not length or self._source not in ("auto", "cache"):
+            return False
+        return self._lane == "fd" or length >= FD_BYTES_MIN
+
+    def _file(self, stack: contextlib.ExitStack, shard: Shard, offset: int, length: int) -> fd_read.OpenFile | None:
+        """The shard's file until the stack ends; None where the stream lane has to do."""
+        if not self._may_go_by_fd(length):
+            return None
+        request = pb.OpenReadRequest(
+            run=self.checkpoint.run,
+            step=self.checkpoint.step,
+            session=self.checkpoint.session,
+            name=shard.name,
+            offset=offset,
+            length=length,
+            source=self._source,
+        )
+        try:
+            return stack.enter_context(fd_read.opened(self._connection, request, shard))
+        except NotOffered:
+            if self._lane == "fd":
+                raise
+        except (Unsupported, Unavailable) as error:
+            _log.debug("reading by the stream lane: %s", error)
+        return None
+
+    def _into(
+        self, sink: fd_read.Sink, shard: Shard, low: int, high: int, on_bytes: OnBytes | None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Fill the sink with the range as far as the fd lane can; what is still to be put there, with its place."""
+        lacking, seen = [(low, high)], 0
+
+        def count(size: int) -> None:
+            nonlocal seen
+            seen += size
+            if on_bytes is not None:
+                on_bytes(size)
+
+        with contextlib.ExitStack() as stack:
+            if (file := self._file(stack, shard, low, high - low)) is not None:
+                try:
+                    lacking = file.read(low, high, sink, count)
+                except Unavailable as error:
+                    _log.debug("reading by the stream lane: %s", error)
+        again = sum(end - begin for begin, end in lacking) - (high - low - seen)  # reported, and to be reported once more
+        if on_bytes is not None and again:
+            on_bytes(-again)
+        for begin, end in lacking:
+            at = begin
+            for chunk in self._streamed(shard, begin, end - begin):
+                yield at, chunk
+                at += chunk.nbytes
+                if on_bytes is not None:
+                    on_bytes(chunk.nbytes)
+
+    def _pieces(self, shard: Shard, offset: int, length: int) -> Iterator[memoryview]:
+        at, end = offset, offset + length
+        with contextlib.ExitStack() as stack:
+            file = self._file(stack, shard, offset, length)
+            if file is not None and file.chunk_size <= fd_read.STREAM_CHUNK_BYTES_MAX:
+                try:
+                    for piece in file.stream(at, end):
+                        at += piece.nbytes
+                        yield piece
+                except (fd_read.Damaged, Unavailable) as error:
+                    _log.debug("reading by the stream lane: %s", error)
+        if at < end:
+            yield from self._streamed(shard, at, end - at)
+
+    # By the stream lane
+
+    def _streamed(self, shard: Shard, offset: int, length: int) -> Iterator[memoryview]:
+        frames = self._resuming(shard.name, offset, length)
         return _whole(frames, shard) if length == shard.size else (frame.data for frame in frames)
 
     def _listing(self) -> dict[str, Shard]:

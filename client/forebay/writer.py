@@ -18,7 +18,8 @@ from forebay.background import Background, PartPuts
 from forebay.connection import CALL_TIMEOUT_S, Connection
 from forebay.convert import record
 from forebay.errors import AlreadyExists, DeadlineExceeded, ForebayError, InvalidArgument
-from forebay.lanes import stream
+from forebay.lanes import fd_put, stream
+from forebay.lanes.fd import FD_BYTES_MIN, NotOffered
 from forebay.pending import Pending
 from forebay.retry import RetryPolicy
 from forebay.snapshot import snapshotted
@@ -48,8 +49,9 @@ class _State(enum.Enum):
 class CheckpointWriter:
     """One writer's part. Made by Client.checkpoint; put and put_many may be called from several threads at once."""
 
-    def __init__(self, connection: Connection, part: pb.PartRef, background: Background) -> None:
+    def __init__(self, connection: Connection, part: pb.PartRef, background: Background, lane: str = "auto") -> None:
         self._connection = connection
+        self._lane = lane
         self._part = part
         self._background = PartPuts(background, f"{part.run}/{part.step}")
         self._lock = threading.Lock()
@@ -238,17 +240,30 @@ class CheckpointWriter:
     def _put_source(self, name: str, source: Source, on_bytes: stream.OnBytes | None) -> Receipt:
         header = pb.PutHeader(part=self._part, name=name, size=source.size)
         attempts = self._connection.policy.begin()
+        by_fd = self._may_go_by_fd(source)
         while True:
-            attempt = stream.PutStream(header, source, on_bytes)
+            attempt = fd_put.FdPut(header, source, on_bytes) if by_fd else stream.PutStream(header, source, on_bytes)
             try:
-                receipt = record(stream.put_shard(self._connection, attempt, name), Receipt)
-                return self._keep([receipt])[0]
+                receipt = attempt.run(self._connection)
+                if receipt is not None:
+                    return self._keep([record(receipt, Receipt)])[0]
+                by_fd = False  # the name is taken: the stream lane compares
+            except NotOffered:
+                if self._lane == "fd":
+                    raise
+                by_fd = False
             except ForebayError as error:
                 if attempt.began and not source.replayable:
                     raise
                 attempts.pause(error)
                 if on_bytes is not None and attempt.size:
                     on_bytes(-attempt.size)  # what has to be sent again
+
+    def _may_go_by_fd(self, source: Source) -> bool:
+        """Whether the fd lane can carry it; "auto" uses it for what is worth a lease."""
+        if self._lane == "stream" or not source.replayable or not source.size:
+            return False
+        return self._lane == "fd" or source.size >= FD_BYTES_MIN
 
     def _put_small(self, shards: Sequence[stream.SmallShard], on_bytes: stream.OnBytes | None) -> dict[str, Receipt]:
         done: dict[str, Receipt] = {}

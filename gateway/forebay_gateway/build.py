@@ -43,6 +43,7 @@ from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.handover import leave_clean
 from forebay_gateway.paths.health import Health
+from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
@@ -52,6 +53,7 @@ from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
 from forebay_gateway.rpc.care_service import Care, CareService
+from forebay_gateway.rpc.fd_socket import FdSocket
 from forebay_gateway.rpc.gateway_service import GatewayService, Paths
 from forebay_gateway.rpc.status import parser
 from forebay_gateway.tiers.base import Capabilities
@@ -91,6 +93,7 @@ class Gateway:
         self._server: grpc.aio.Server | None = None
         self._sockets: list[Path] = []
         self._writes: WritePath | None = None
+        self._fd_socket: FdSocket | None = None
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
 
@@ -126,7 +129,9 @@ class Gateway:
         commits = CommitPath(node, writes)
         retention = Retention(node, finder)
         reads = ReadPath(node, finder, evictor)
-        paths = Paths(writes, commits, finder, reads, Waiter(node, finder), retention)
+        leases = Leases(node, writes, reads, evictor)
+        self._fd_socket = FdSocket(leases, SOCKET_MODE)
+        paths = Paths(writes, commits, finder, reads, Waiter(node, finder), retention, leases)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         for tier in node.tiers.values():
@@ -203,12 +208,26 @@ class Gateway:
     async def _listen(self) -> None:
         assert self._server is not None
         for address in self.node.config.node.listen:
-            await _bind(self._server, address)
             if (path := socket_path(address)) is not None:
+                await asyncio.to_thread(_claim_socket, path)
+                self._hand_out_beside(path)  # first, so that whoever finds the gateway finds it
+            await _bind(self._server, address)
+            if path is not None:
                 self._sockets.append(path)
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def _hand_out_beside(self, path: Path) -> None:
+        """The fd lane's socket; a gateway without it still serves streams."""
+        assert self._fd_socket is not None
+        try:
+            found = self._fd_socket.start(path)
+        except OSError as error:
+            log.warning("no fd lane: its socket cannot be made path=%s error=%s", path, error)
+            return
+        if found is not None:
+            self._sockets.append(found)
 
     async def run(self) -> None:
         """Until stop(), or until a background task or the catalog fails: then that error is raised."""
@@ -225,12 +244,14 @@ class Gateway:
             raise
 
     async def stop(self, grace_s: float) -> None:
-        """In order: no new calls, streams end, workers finish their step, movers end, catalog closes, the lock goes."""
+        """In order: no new calls, streams and leases end, workers finish their step, movers and catalog end, the lock goes."""
         node = self.node
         for service in ("", *SERVICES):
             await self._health_service.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._fd_socket is not None:
+            await self._fd_socket.close()
         if self._writes is not None:  # gRPC does not wait for handlers that it cancels: they have files to remove yet
             await self._writes.settled(SETTLE_S_MAX)
         stopping = asyncio.ensure_future(self._crew.stop(grace_s))
@@ -356,8 +377,7 @@ def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
 
 async def _bind(server: grpc.aio.Server, address: str) -> None:
     """Listen on an address, or StartupError that says why not."""
-    if (path := socket_path(address)) is not None:
-        await asyncio.to_thread(_claim_socket, path)
+    if (path := socket_path(address)) is not None:  # claimed by the caller
         target = f"unix:{path}"
     else:
         target = address

@@ -107,10 +107,10 @@ def test_a_full_disk_is_told(memory_client: Client, source: Path, tmp_path: Path
 
     memory_client.save_dir(source, "r", 3)
 
-    def full(descriptor: int, data: memoryview) -> int:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("forebay.directories.os.write", full)
+    monkeypatch.setattr("forebay.lanes.fd_read.os.pwrite", full)
     with pytest.raises(forebay.ForebayError, match=r"restoring '.*No space left"):
         memory_client.restore_dir("r", 3, tmp_path / "out")
     assert list((tmp_path / "out").rglob("*")) == []

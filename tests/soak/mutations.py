@@ -33,15 +33,16 @@ class Mutation:
 
 GATEWAY = "gateway/forebay_gateway"
 WRITER, READER = f"{GATEWAY}/cache/writer.py", f"{GATEWAY}/cache/reader.py"
+INCOMING = f"{GATEWAY}/cache/incoming.py"
 DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
 S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
 
 MUTATIONS = (
-    Mutation("cache: fsync of the file", WRITER, "os.fsync(descriptor)", "pass", ("tests/cache/test_cache_writer.py",)),
+    Mutation("cache: fsync of the file", INCOMING, "os.fsync(descriptor)", "pass", ("tests/cache/test_cache_writer.py",)),
     Mutation(
         "cache: fsync of the directory",
-        WRITER,
-        "durable.sync_dir(self._path.parent)",
+        INCOMING,
+        "durable.sync_dir(self.path.parent)",
         "pass",
         ("tests/cache/test_cache_writer.py",),
     ),

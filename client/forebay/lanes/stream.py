@@ -98,6 +98,10 @@ class PutStream:
             with self._reading:
                 pass
 
+    def run(self, connection: Connection) -> pb.Receipt:
+        """Send the shard. Returns once it is durable in the gateway's cache and the receipt matches what was sent."""
+        return _put_shard(connection, self, self._header.name)
+
     def requests(self) -> Iterator[bytes]:
         """Header, then after accept() chunks and trailer. An error of the source is kept in `error` and ends the call."""
         yield frames.encode_put_header(self._header)
@@ -151,15 +155,14 @@ class PutStream:
         return offset, crc
 
 
-def put_shard(connection: Connection, stream: PutStream, name: str) -> pb.Receipt:
-    """Send one shard. Returns once it is durable in the gateway's cache and the receipt matches what was sent."""
+def _put_shard(connection: Connection, stream: PutStream, name: str) -> pb.Receipt:
     doing = f"put {name!r}"
     call = connection.start(lambda stubs: stubs.put_shard, stream.requests(), doing)
     stream.on_error = call.cancel
     with cancel.watching(call):
         try:
             accepted = _expect(next(call), "accepted", doing).accepted
-            _check_chunk_size(accepted.chunk_size, doing)
+            check_chunk_size(accepted.chunk_size, doing)
             stream.accept(accepted)
             receipt = _expect(next(call), "receipt", doing).receipt
         except (StopIteration, grpc.RpcError) as error:
@@ -168,7 +171,7 @@ def put_shard(connection: Connection, stream: PutStream, name: str) -> pb.Receip
             raise _reason(connection, error, doing) from error
         finally:
             stream.stop()
-    _check_receipt(receipt, name, stream.size, stream.crc32c)
+    check_receipt(receipt, name, stream.size, stream.crc32c)
     return receipt
 
 
@@ -184,12 +187,14 @@ def _expect(response: pb.PutShardResponse, frame: str, doing: str) -> pb.PutShar
     return response
 
 
-def _check_chunk_size(chunk_size: int, doing: str) -> None:
+def check_chunk_size(chunk_size: int, doing: str) -> None:
+    """Raise where no gateway may ask for that."""
     if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
         raise ForebayError(f"{doing}: the gateway asks for chunks of {chunk_size} bytes, which is no power of two in range")
 
 
-def _check_receipt(receipt: pb.Receipt, name: str, size: int, crc: int) -> None:
+def check_receipt(receipt: pb.Receipt, name: str, size: int, crc: int) -> None:
+    """Raise Corrupt unless the receipt is for what was sent."""
     if (receipt.name, receipt.size, receipt.crc32c) != (name, size, crc):
         raise Corrupt(
             f"put {name!r}: the gateway's receipt is not for what was sent "
@@ -284,7 +289,7 @@ def put_many(
                 if len(receipts) != len(sent):
                     raise ForebayError(f"{doing}: {len(receipts)} receipts came for {len(sent)} shards")
                 for receipt, (name, size, crc) in zip(receipts, sent, strict=True):
-                    _check_receipt(receipt, name, size, crc)
+                    check_receipt(receipt, name, size, crc)
                 on_receipts(receipts)
         except (StopIteration, grpc.RpcError) as error:
             if stream.error is not None:  # what went wrong on this side comes before what the gateway then said of it

@@ -76,7 +76,7 @@ class ReadPath:
         self, run: str, step: int, session: str, name: str, offset: int, length: int | None, source: str
     ) -> AsyncGenerator[Piece, None]:
         """The bytes of a range, in order. `source` is "auto", "cache" or a tier's name, which alone is then asked."""
-        row, found = await self._locate(run, step, session, name)
+        row, found = await self.locate(run, step, session, name)
         end = row.size if length is None else offset + length
         if offset > row.size or end > row.size:
             raise InvalidArgument(f"the range ends behind the shard {name!r}", offset=offset, length=length, size=row.size)
@@ -84,12 +84,13 @@ class ReadPath:
             self._node.tier(source)
         if end == offset:
             return
-        stream = _Stream(self, row, self._item(found, row), found, offset, end)
+        stream = _Stream(self, row, self.item(found, row), found, offset, end)
         async with aclosing(stream.pieces(source or "auto")) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _locate(self, run: str, step: int, session: str, name: str) -> tuple[ShardRow, SessionRow]:
+    async def locate(self, run: str, step: int, session: str, name: str) -> tuple[ShardRow, SessionRow]:
+        """The shard of a complete session ("": of the one that is complete); raises NotFound, Incomplete, Unavailable."""
         found: SessionRow | None = None
         if session:
             with self._node.catalog.read() as txn:
@@ -107,7 +108,8 @@ class ReadPath:
             raise NotFound(f"the checkpoint has no shard {name!r}", run=run, step=step)
         return row, found
 
-    def _item(self, session: SessionRow, row: ShardRow) -> ShardItem:
+    def item(self, session: SessionRow, row: ShardRow) -> ShardItem:
+        """The shard with its checksums."""
         with self._node.catalog.read() as txn:
             return shard_item(txn, session, row)
 
@@ -362,8 +364,7 @@ class _Stream:
             log.warning("the cache could not be read, going on from a tier key=%s error=%s", self._item.key, error)
 
     def _worth_fetching(self) -> bool:
-        wanted = self._end - self._offset
-        return wanted >= SMALL_RANGE_BYTES or wanted * 2 >= self._row.size
+        return is_worth_fetching(self._row, self._end - self._offset)
 
     async def _try_tier(self, tier: MonitoredTier) -> AsyncGenerator[Piece, None]:
         item = self._item
@@ -407,3 +408,8 @@ class _Stream:
         if source not in ("auto", "") and not self._errors and not self._path.may_hold(self._row.key, source):
             return NotFound(f"{source} holds no copy of this shard", **details)
         return Unavailable(f"no copy of the shard can be read now ({tried})", retry_after_s=2.0, **details)
+
+
+def is_worth_fetching(row: ShardRow, wanted_bytes: int) -> bool:
+    """Whether that much of the shard justifies bringing all of it into the cache."""
+    return wanted_bytes >= SMALL_RANGE_BYTES or wanted_bytes * 2 >= row.size

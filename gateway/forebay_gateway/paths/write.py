@@ -91,6 +91,25 @@ class SmallShard:
     data: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A shard that may come in: its key, its space, its name. Ends by settle() or give_back()."""
+
+    key: ShardKey
+    reservation: Reservation
+    claim: contextlib.ExitStack
+
+    def settle(self, disk_bytes: int) -> None:
+        """The shard is a sealed file of that length now."""
+        self.reservation.settle(disk_bytes)
+        self.claim.close()
+
+    def give_back(self) -> None:
+        """Nothing came of it."""
+        self.reservation.release()
+        self.claim.close()
+
+
 class WritePath:
     """All streams of this gateway."""
 
@@ -111,28 +130,35 @@ class WritePath:
 
     async def begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
         """Check and reserve; nothing is left behind when it raises."""
-        self._check_name(part, name)
         with self._node.disk_refusals_shown():
             return await self._begin(part, name, size)
 
     async def _begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
+        admitted = await self.admit(part, name, size)
+        if isinstance(admitted, Existing):
+            return admitted
+        chunk_size = self._node.config.cache.chunk_size
+        try:
+            writer = await ShardWriter.create(self._node.cache, self._node.io, admitted.key, size=size, chunk_size=chunk_size)
+        except BaseException:
+            admitted.give_back()
+            raise
+        return Incoming(self, part, name, size, admitted, writer)
+
+    async def admit(self, part: PartRef, name: str, size: int | None) -> "Admission | Existing":
+        """Names checked, the name claimed, space reserved; whoever brings the bytes, on whatever lane, begins here."""
+        self._check_name(part, name)
         session_id = await self.open_part(part)
         if (existing := self._existing(session_id, part, name)) is not None:
             return Existing(Receipt(existing.name, existing.size, existing.crc32c))
-        chunk_size = self._node.config.cache.chunk_size
         claim = self._claim(session_id, part, name)
         try:
+            chunk_size = self._node.config.cache.chunk_size
             reservation = await self.reserve(disk_size(self.growth_bytes if size is None else size, chunk_size))
-            try:
-                key = ShardKey(session_id, self._node.catalog.new_id())
-                writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
-            except BaseException:
-                reservation.release()
-                raise
         except BaseException:
             claim.close()
             raise
-        return Incoming(self, part, name, size, key, writer, reservation, claim)
+        return Admission(ShardKey(session_id, self._node.catalog.new_id()), reservation, claim)
 
     def _claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
         """One stream a name at a time."""
@@ -405,13 +431,11 @@ class Incoming:
         part: PartRef,
         name: str,
         size: int | None,
-        key: ShardKey,
+        admitted: Admission,
         writer: ShardWriter,
-        reservation: Reservation,
-        claim: contextlib.ExitStack,
     ) -> None:
         self._path, self._part, self._name, self._size = path, part, name, size
-        self._key, self._writer, self._reservation, self._claim = key, writer, reservation, claim
+        self._admitted, self._writer = admitted, writer
         self._chunk_size = path._node.config.cache.chunk_size
         self._offset = 0
         self._state = ShardState.RECEIVING
@@ -426,8 +450,8 @@ class Incoming:
         end = offset + len(data)
         if self._size is not None and end > self._size:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
-        if self._size is None and (more := disk_size(end, self._chunk_size) - self._reservation.size) > 0:
-            self._reservation.grow(max(more, self._path.growth_bytes))
+        if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
+            self._admitted.reservation.grow(max(more, self._path.growth_bytes))
         self._offset = end
         with self._path._node.disk_refusals_shown():
             await self._writer.write_chunk(crc, data)
@@ -449,14 +473,13 @@ class Incoming:
         try:
             with self._path._node.disk_refusals_shown():
                 sealed = await self._writer.seal(identity(self._part, self._name), size=size, crc32c=crc)
-                row = shard_row(self._key, self._part, self._name, self._chunk_size, sealed)
+                row = shard_row(self._admitted.key, self._part, self._name, self._chunk_size, sealed)
                 await self._path.record(self._part.writer, [(row, sealed.chunks)])
         except BaseException:
             await self._undo()
             raise
         self._state = next_shard_state(self._state, ShardEvent.SEAL)
-        self._reservation.settle(sealed.disk_size)
-        self._claim.close()
+        self._admitted.settle(sealed.disk_size)
         return Receipt(self._name, size, crc)
 
     async def discard(self) -> None:
@@ -474,8 +497,7 @@ class Incoming:
         try:
             await self._writer.discard()
         finally:
-            self._reservation.release()
-            self._claim.close()
+            self._admitted.give_back()
 
 
 def check_group(count: int) -> None:

@@ -6,6 +6,7 @@ Owns the translation, and nothing else.
 from collections.abc import Iterable
 
 from forebay_gateway.admission.budget import Pressure
+from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.records import ShardRow
@@ -67,6 +68,16 @@ def shard(txn: ReadTxn, row: ShardRow) -> pb.ShardInfo:
         writer=row.writer,
         state=row.state.value,
         copies={tier: copy.state.value for tier, copy in txn.copies(row.key).items()},
+    )
+
+
+def file_layout(node: Node, chunk_size: int) -> pb.FileLayout:
+    """How the cache's files are read and written by those who get their descriptors."""
+    return pb.FileLayout(
+        chunk_size=chunk_size,
+        block_size=BLOCK,
+        direct_io=node.cache.direct_io,
+        progress_s=node.config.node.stream_timeout,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards
 from forebay_gateway.paths.read import ReadPath
@@ -44,6 +45,7 @@ class Paths:
     read: ReadPath
     wait: Waiter
     retain: Retention
+    leases: Leases
 
 
 class GatewayService:
@@ -84,6 +86,22 @@ class GatewayService:
         finally:
             if incoming is not None:
                 await incoming.discard()
+
+    @answers
+    async def OpenShard(self, request: pb.OpenShardRequest, context: Context) -> pb.OpenShardResponse:
+        """See gateway.proto."""
+        leases = self._paths.leases
+        lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size)
+        if isinstance(lease, Existing):
+            return pb.OpenShardResponse(existing=encode.receipt(lease.receipt))
+        layout = encode.file_layout(self._node, lease.chunk_size)
+        return pb.OpenShardResponse(lease=lease.id, token=lease.token, layout=layout)
+
+    @answers
+    async def SealShard(self, request: pb.SealShardRequest, context: Context) -> pb.SealShardResponse:
+        """See gateway.proto."""
+        sealed = await self._paths.leases.seal(request.lease, request.size, request.crc32c, request.chunk_crcs)
+        return pb.SealShardResponse(receipt=encode.receipt(sealed.receipt), copied=sealed.copied)
 
     @streams
     async def PutMany(
@@ -176,6 +194,29 @@ class GatewayService:
                 message = encode_read_chunk(piece.offset, piece.crc32c, piece.data)
                 piece.release()  # the buffer serves others while the client takes its time
                 yield message
+
+    @answers
+    async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        lease = await self._paths.leases.open_read(
+            request.ticket,
+            request.run,
+            request.step,
+            request.session,
+            request.name,
+            request.offset,
+            request.length,
+            request.source,
+        )
+        item = lease.item
+        return pb.OpenReadResponse(
+            token=lease.token,
+            layout=encode.file_layout(self._node, item.chunk_size),
+            size=item.size,
+            crc32c=item.crc32c,
+            chunk_crcs=item.chunks,
+        )
 
     @answers
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Checkpoint:

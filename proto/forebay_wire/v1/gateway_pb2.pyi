@@ -251,6 +251,233 @@ class PutShardResponse(_message.Message):
 Global___PutShardResponse: _TypeAlias = PutShardResponse  # noqa: Y015
 
 @_typing.final
+class OpenShardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    name: _builtins.str
+    size: _builtins.int
+    """exact"""
+    @_builtins.property
+    def part(self) -> Global___PartRef: ...
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        part: Global___PartRef | None = ...,
+        name: _builtins.str = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "part", b"part", "size", b"size", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenShardRequest: _TypeAlias = OpenShardRequest  # noqa: Y015
+
+@_typing.final
+class FileLayout(_message.Message):
+    """How the file is to be used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DIRECT_IO_FIELD_NUMBER: _builtins.int
+    PROGRESS_S_FIELD_NUMBER: _builtins.int
+    chunk_size: _builtins.int
+    """bytes that one CRC covers; the last chunk may be shorter"""
+    block_size: _builtins.int
+    """offsets, lengths and memory addresses are multiples of this where direct_io is set"""
+    direct_io: _builtins.bool
+    """the descriptor is O_DIRECT"""
+    progress_s: _builtins.float
+    """without a sign of life for this long the lease ends"""
+    def __init__(
+        self,
+        *,
+        chunk_size: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        direct_io: _builtins.bool = ...,
+        progress_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "direct_io", b"direct_io", "progress_s", b"progress_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileLayout: _TypeAlias = FileLayout  # noqa: Y015
+
+@_typing.final
+class OpenShardResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    EXISTING_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    """for SealShard"""
+    token: _builtins.bytes
+    """for the connection; soon worthless, and after its first use"""
+    @_builtins.property
+    def layout(self) -> Global___FileLayout: ...
+    @_builtins.property
+    def existing(self) -> Global___Receipt:
+        """set, and nothing else: this writer already put this name; compare by PutShard"""
+
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        token: _builtins.bytes = ...,
+        layout: Global___FileLayout | None = ...,
+        existing: Global___Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["existing", b"existing", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existing", b"existing", "layout", b"layout", "lease", b"lease", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenShardResponse: _TypeAlias = OpenShardResponse  # noqa: Y015
+
+@_typing.final
+class SealShardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    CHUNK_CRCS_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    size: _builtins.int
+    crc32c: _builtins.int
+    """of the whole shard"""
+    chunk_crcs: _builtins.bytes
+    """CRC32C of each chunk, 4 bytes little-endian each"""
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        size: _builtins.int = ...,
+        crc32c: _builtins.int = ...,
+        chunk_crcs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_crcs", b"chunk_crcs", "crc32c", b"crc32c", "lease", b"lease", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealShardRequest: _TypeAlias = SealShardRequest  # noqa: Y015
+
+@_typing.final
+class SealShardResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
+    copied: _builtins.bool
+    """somebody still held the file open for writing, so a checked copy of it was sealed instead"""
+    @_builtins.property
+    def receipt(self) -> Global___Receipt: ...
+    def __init__(
+        self,
+        *,
+        receipt: Global___Receipt | None = ...,
+        copied: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "receipt", b"receipt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealShardResponse: _TypeAlias = SealShardResponse  # noqa: Y015
+
+@_typing.final
+class OpenReadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    """"" takes the complete one"""
+    name: _builtins.str
+    offset: _builtins.int
+    """what is going to be read of it"""
+    length: _builtins.int
+    source: _builtins.str
+    """"", "auto" or "cache" """
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        name: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "name", b"name", "offset", b"offset", "run", b"run", "session", b"session", "source", b"source", "step", b"step", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReadRequest: _TypeAlias = OpenReadRequest  # noqa: Y015
+
+@_typing.final
+class OpenReadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    CHUNK_CRCS_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    size: _builtins.int
+    crc32c: _builtins.int
+    chunk_crcs: _builtins.bytes
+    @_builtins.property
+    def layout(self) -> Global___FileLayout: ...
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        layout: Global___FileLayout | None = ...,
+        size: _builtins.int = ...,
+        crc32c: _builtins.int = ...,
+        chunk_crcs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_crcs", b"chunk_crcs", "crc32c", b"crc32c", "layout", b"layout", "size", b"size", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReadResponse: _TypeAlias = OpenReadResponse  # noqa: Y015
+
+@_typing.final
 class SmallShard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

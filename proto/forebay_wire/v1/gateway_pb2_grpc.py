@@ -44,6 +44,21 @@ class GatewayStub:
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyResponse.FromString,
                 _registered_method=True)
+        self.OpenShard = channel.unary_unary(
+                '/forebay.v1.Gateway/OpenShard',
+                request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenShardRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenShardResponse.FromString,
+                _registered_method=True)
+        self.SealShard = channel.unary_unary(
+                '/forebay.v1.Gateway/SealShard',
+                request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.SealShardRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.SealShardResponse.FromString,
+                _registered_method=True)
+        self.OpenRead = channel.unary_unary(
+                '/forebay.v1.Gateway/OpenRead',
+                request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenReadRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenReadResponse.FromString,
+                _registered_method=True)
         self.CommitPart = channel.stream_unary(
                 '/forebay.v1.Gateway/CommitPart',
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.CommitPartRequest.SerializeToString,
@@ -120,6 +135,35 @@ class GatewayServicer:
     def PutMany(self, request_iterator, context):
         """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
         all shards of that request are durable. All shards of one request are taken, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenShard(self, request, context):
+        """The fd lane, for a client on the gateway's own host, which writes and reads the cache's files itself. A gateway that serves
+        unix:///dir/NAME.sock takes connections on dir/NAME.fd.sock. On each the gateway sends a ticket (32 bytes) at once; a call
+        that names the ticket opens one lease for that connection and answers with a token. The client sends the token (32 bytes)
+        over the connection, once, and gets a length (2 bytes, big-endian): 0 comes with the file's descriptor (SCM_RIGHTS),
+        another is followed by that many bytes of an ErrorDetail, and the end. From then on each byte sent means that the client
+        goes on; one is due every progress_s. The end of the connection ends the lease: a file that is not sealed is gone. A client
+        that shuts its side down gets the end of the stream once that has happened.
+        OpenShard: space is reserved and the file made, before the answer. The client writes whole blocks, the last one padded,
+        closes the descriptor, and calls SealShard; UNIMPLEMENTED (kind "unsupported") means: use PutShard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SealShard(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenRead(self, request, context):
+        """A descriptor to read a shard in the cache from; it is fetched into the cache first where that is worth it. The caller
+        checks every chunk against the table. kind "unsupported" means: use ReadShard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,6 +259,21 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.PutMany,
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PutManyResponse.SerializeToString,
+            ),
+            'OpenShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenShard,
+                    request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenShardRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenShardResponse.SerializeToString,
+            ),
+            'SealShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.SealShard,
+                    request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.SealShardRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.SealShardResponse.SerializeToString,
+            ),
+            'OpenRead': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenRead,
+                    request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenReadRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.OpenReadResponse.SerializeToString,
             ),
             'CommitPart': grpc.stream_unary_rpc_method_handler(
                     servicer.CommitPart,
@@ -331,6 +390,87 @@ class Gateway:
             '/forebay.v1.Gateway/PutMany',
             forebay__wire_dot_v1_dot_gateway__pb2.PutManyRequest.SerializeToString,
             forebay__wire_dot_v1_dot_gateway__pb2.PutManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Gateway/OpenShard',
+            forebay__wire_dot_v1_dot_gateway__pb2.OpenShardRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_gateway__pb2.OpenShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SealShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Gateway/SealShard',
+            forebay__wire_dot_v1_dot_gateway__pb2.SealShardRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_gateway__pb2.SealShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenRead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Gateway/OpenRead',
+            forebay__wire_dot_v1_dot_gateway__pb2.OpenReadRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_gateway__pb2.OpenReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,22 @@ class GatewayStub:
     """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
     all shards of that request are durable. All shards of one request are taken, or none.
     """
+    OpenShard: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.OpenShardRequest, _gateway_pb2.OpenShardResponse]
+    """The fd lane, for a client on the gateway's own host, which writes and reads the cache's files itself. A gateway that serves
+    unix:///dir/NAME.sock takes connections on dir/NAME.fd.sock. On each the gateway sends a ticket (32 bytes) at once; a call
+    that names the ticket opens one lease for that connection and answers with a token. The client sends the token (32 bytes)
+    over the connection, once, and gets a length (2 bytes, big-endian): 0 comes with the file's descriptor (SCM_RIGHTS),
+    another is followed by that many bytes of an ErrorDetail, and the end. From then on each byte sent means that the client
+    goes on; one is due every progress_s. The end of the connection ends the lease: a file that is not sealed is gone. A client
+    that shuts its side down gets the end of the stream once that has happened.
+    OpenShard: space is reserved and the file made, before the answer. The client writes whole blocks, the last one padded,
+    closes the descriptor, and calls SealShard; UNIMPLEMENTED (kind "unsupported") means: use PutShard.
+    """
+    SealShard: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.SealShardRequest, _gateway_pb2.SealShardResponse]
+    OpenRead: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.OpenReadRequest, _gateway_pb2.OpenReadResponse]
+    """A descriptor to read a shard in the cache from; it is fetched into the cache first where that is worth it. The caller
+    checks every chunk against the table. kind "unsupported" means: use ReadShard.
+    """
     CommitPart: _grpc.StreamUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]
     """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
     where the list is long: the first names the part, each adds shards, and nothing happens before the stream has ended.
@@ -74,6 +90,22 @@ class GatewayAsyncStub(GatewayStub):
     PutMany: _aio.StreamStreamMultiCallable[_gateway_pb2.PutManyRequest, _gateway_pb2.PutManyResponse]  # type: ignore[assignment]
     """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
     all shards of that request are durable. All shards of one request are taken, or none.
+    """
+    OpenShard: _aio.UnaryUnaryMultiCallable[_gateway_pb2.OpenShardRequest, _gateway_pb2.OpenShardResponse]  # type: ignore[assignment]
+    """The fd lane, for a client on the gateway's own host, which writes and reads the cache's files itself. A gateway that serves
+    unix:///dir/NAME.sock takes connections on dir/NAME.fd.sock. On each the gateway sends a ticket (32 bytes) at once; a call
+    that names the ticket opens one lease for that connection and answers with a token. The client sends the token (32 bytes)
+    over the connection, once, and gets a length (2 bytes, big-endian): 0 comes with the file's descriptor (SCM_RIGHTS),
+    another is followed by that many bytes of an ErrorDetail, and the end. From then on each byte sent means that the client
+    goes on; one is due every progress_s. The end of the connection ends the lease: a file that is not sealed is gone. A client
+    that shuts its side down gets the end of the stream once that has happened.
+    OpenShard: space is reserved and the file made, before the answer. The client writes whole blocks, the last one padded,
+    closes the descriptor, and calls SealShard; UNIMPLEMENTED (kind "unsupported") means: use PutShard.
+    """
+    SealShard: _aio.UnaryUnaryMultiCallable[_gateway_pb2.SealShardRequest, _gateway_pb2.SealShardResponse]  # type: ignore[assignment]
+    OpenRead: _aio.UnaryUnaryMultiCallable[_gateway_pb2.OpenReadRequest, _gateway_pb2.OpenReadResponse]  # type: ignore[assignment]
+    """A descriptor to read a shard in the cache from; it is fetched into the cache first where that is worth it. The caller
+    checks every chunk against the table. kind "unsupported" means: use ReadShard.
     """
     CommitPart: _aio.StreamUnaryMultiCallable[_gateway_pb2.CommitPartRequest, _gateway_pb2.CommitPartResponse]  # type: ignore[assignment]
     """Closes a writer's part: from here on its shards are promised. Idempotent for identical content. One message, or several
@@ -114,6 +146,40 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.PutManyResponse], _abc.AsyncIterator[_gateway_pb2.PutManyResponse]]:
         """Many small shards of one writer in one stream: one PutManyResponse for each PutManyRequest, in order, sent once
         all shards of that request are durable. All shards of one request are taken, or none.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenShard(
+        self,
+        request: _gateway_pb2.OpenShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.OpenShardResponse, _abc.Awaitable[_gateway_pb2.OpenShardResponse]]:
+        """The fd lane, for a client on the gateway's own host, which writes and reads the cache's files itself. A gateway that serves
+        unix:///dir/NAME.sock takes connections on dir/NAME.fd.sock. On each the gateway sends a ticket (32 bytes) at once; a call
+        that names the ticket opens one lease for that connection and answers with a token. The client sends the token (32 bytes)
+        over the connection, once, and gets a length (2 bytes, big-endian): 0 comes with the file's descriptor (SCM_RIGHTS),
+        another is followed by that many bytes of an ErrorDetail, and the end. From then on each byte sent means that the client
+        goes on; one is due every progress_s. The end of the connection ends the lease: a file that is not sealed is gone. A client
+        that shuts its side down gets the end of the stream once that has happened.
+        OpenShard: space is reserved and the file made, before the answer. The client writes whole blocks, the last one padded,
+        closes the descriptor, and calls SealShard; UNIMPLEMENTED (kind "unsupported") means: use PutShard.
+        """
+
+    @_abc_1.abstractmethod
+    def SealShard(
+        self,
+        request: _gateway_pb2.SealShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.SealShardResponse, _abc.Awaitable[_gateway_pb2.SealShardResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def OpenRead(
+        self,
+        request: _gateway_pb2.OpenReadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.OpenReadResponse, _abc.Awaitable[_gateway_pb2.OpenReadResponse]]:
+        """A descriptor to read a shard in the cache from; it is fetched into the cache first where that is worth it. The caller
+        checks every chunk against the table. kind "unsupported" means: use ReadShard.
         """
 
     @_abc_1.abstractmethod
