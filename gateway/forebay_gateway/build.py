@@ -46,6 +46,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.small import SmallPath
 from forebay_gateway.paths.steady import Step, steady
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
@@ -125,7 +126,7 @@ class Gateway:
         commits = CommitPath(node, writes)
         retention = Retention(node, finder)
         reads = ReadPath(node, finder, evictor)
-        paths = Paths(writes, commits, finder, reads, Waiter(node, finder), retention)
+        paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, Waiter(node, finder), retention)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         for tier in node.tiers.values():

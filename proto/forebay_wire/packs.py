@@ -4,8 +4,9 @@ Owns the reserved names, the index and where it stands in a pack's bytes, versio
 
     head: magic, version, index length, CRC32C of head and index | index | the shards' bytes, in any order, without gaps between
 
-The index is the same bytes in the pack, in a gateway's catalog and, as a list, in the documents on a tier: the number of shards,
-a record of four numbers each (offset in the pack, size, CRC32C, end of its name among the names), sorted by name, then the names.
+The index is the same bytes in the pack, in a gateway's catalog and, as a list, in the documents on a tier: the number of
+shards; a record of four numbers each (offset in the pack, size, CRC32C, end of its name among the names), sorted by name; then
+the names.
 """
 
 import re
@@ -100,7 +101,7 @@ class PackIndex:
         return cls.of(placed)
 
     def __len__(self) -> int:
-        return self._count
+        return int(self._count)
 
     def __getitem__(self, ordinal: int) -> PackedShard:
         """The shard with this number in the order of names. Raises PackError."""
@@ -166,14 +167,15 @@ def index_bytes(head: bytes) -> int:
     """From a pack's first HEAD_BYTES: the length of the index that follows. Raises PackError."""
     if len(head) < HEAD_BYTES:
         raise PackError("the pack ends inside its head")
-    magic, version, length = _HEAD.unpack_from(head)
+    magic, version, found = _HEAD.unpack_from(head)
+    length = int(found)
     if magic != MAGIC:
         raise PackError("not a pack")
     if version != VERSION:
         raise PackError(f"a pack of version {version}; this release reads {VERSION}")
     if not _U32.size < length <= MAX_PACK_BYTES:
         raise PackError("the pack's head has an impossible length")
-    return int(length)
+    return length
 
 
 def decode_head(data: bytes, pack_bytes: int) -> PackIndex:

@@ -1,6 +1,6 @@
 """A writer closes its part: what it meant to put is compared with what is durable, then promised.
 
-    compare planned with landed -> part file durable -> catalog: part committed, its copies pending, synced -> ack
+    compare planned with landed -> small packs joined -> part file durable -> catalog: committed, copies pending, synced -> ack
 
 Owns this order, and the end of parts that are aborted or fall silent. The pending copies made here are the drain queue.
 """
@@ -16,11 +16,12 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
-from forebay_gateway.core.records import PartState, ShardRow
+from forebay_gateway.core.records import NamedShard, PartState, ShardRow
+from forebay_gateway.paths.join import Joiner
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
-from forebay_wire.manifest import PartRecord, ShardEntry
+from forebay_wire.manifest import PackEntry, PartRecord, ShardEntry
 from forebay_wire.names import file_and_directory
 
 log = logging.getLogger("forebay.commit")
@@ -53,6 +54,7 @@ class CommitPath:
     def __init__(self, node: Node, writes: WritePath) -> None:
         self._node = node
         self._writes = writes
+        self._joiner = Joiner(node, writes)
         self._turns: dict[tuple[int, int], tuple[asyncio.Lock, int]] = {}  # and how many hold or want it
 
     async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:
@@ -68,10 +70,11 @@ class CommitPath:
             with self._node.catalog.read() as txn:
                 row = txn.part(session_id, part.writer)
                 landed = list(txn.shards(session_id, part.writer))
+                there = [shard for each in landed for shard in txn.inside(each)]
             if row is None:
                 raise NotFound("the part was aborted", run=part.run, step=part.step, writer=part.writer)
             if row.state is PartState.COMMITTED:
-                if not same_content(expected, landed):
+                if not same_content(expected, there):
                     raise AlreadyExists(
                         "this part is committed with other content; save again under a new session",
                         run=part.run,
@@ -80,7 +83,10 @@ class CommitPath:
                         writer=part.writer,
                     )
             else:
-                compare(part, expected, landed)
+                compare(part, expected, there)
+                await self._joiner.join(session_id, part)
+                with self._node.catalog.read() as txn:
+                    landed = list(txn.shards(session_id, part.writer))
                 await self._make_durable(part, session_id, landed, metadata_json)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell()
@@ -162,7 +168,7 @@ class CommitPath:
         await self._node.io.run(self._node.cache.unlink_many, paths)
         await self._node.io.run(self._node.cache.drop_session_dir, session_id)
         self._node.changes.tell()
-        return len(rows)
+        return sum(row.visible_count for row in rows)
 
     async def drop_silent(self) -> float | None:
         """Background step: drop open parts that nobody has written to for node.abandon_after. Never committed ones."""
@@ -215,12 +221,12 @@ def _inside(value: object) -> list[object]:
     return [inner for inner in value if isinstance(inner, dict | list)] if isinstance(value, list) else []
 
 
-def same_content(expected: Sequence[Expected], landed: Sequence[ShardRow]) -> bool:
+def same_content(expected: Sequence[Expected], landed: Sequence[NamedShard]) -> bool:
     """Whether both name the same shards with the same sizes and checksums."""
     return {(e.name, e.size, e.crc32c) for e in expected} == {(row.name, row.size, row.crc32c) for row in landed}
 
 
-def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardRow]) -> None:
+def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[NamedShard]) -> None:
     """Planned = landed, by name, size and CRC; raises with the names that differ."""
     planned = {shard.name: shard for shard in expected}
     if len(planned) != len(expected):
@@ -258,6 +264,7 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardR
 
 def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
     """The document of one writer's part, made from the catalog."""
+    ordered = sorted(rows, key=lambda row: row.name)
     return PartRecord(
         run=part.run,
         step=part.step,
@@ -265,9 +272,11 @@ def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardR
         writer=part.writer,
         writers=part.writers,
         node=node_id,
-        shards=tuple(
-            ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, txn.chunks(row.key))
-            for row in sorted(rows, key=lambda row: row.name)
-        ),
+        shards=tuple(_entry(txn, row) for row in ordered if not row.is_pack),
         metadata=json.loads(metadata_json or "{}"),
+        packs=tuple(PackEntry(_entry(txn, row), txn.pack_index(row.key)) for row in ordered if row.is_pack),
     )
+
+
+def _entry(txn: ReadTxn, row: ShardRow) -> ShardEntry:
+    return ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, txn.chunks(row.key))

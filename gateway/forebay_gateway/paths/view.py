@@ -3,13 +3,16 @@
 Owns the words. Reads the catalog only; find.py has looked at the tiers before.
 """
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, NamedShard, PartState, PublishState, SessionRow, ShardRow
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
+from forebay_wire.packs import PackIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
         state="complete" if complete else "incomplete",
         missing=missing,
         levels=tuple(_levels(node, txn, session)),
-        size=sum(part.size for part in parts),
-        shard_count=sum(part.shard_count for part in parts),
+        size=sum(part.visible_size for part in parts),
+        shard_count=sum(part.visible_count for part in parts),
         pinned=row.pinned,
         metadata_json=next((part.metadata_json for part in parts if part.writer == 0), ""),
         reason=reason,
@@ -91,3 +94,19 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
             word = "draining" if done < size else "pending"
         views.append(LevelView(tier.name, word, done, size, "" if tier.usable else f"{tier.state.value}: {tier.reason}"))
     return views
+
+
+def listed(txn: ReadTxn, session: SessionRow) -> Iterator[NamedShard]:
+    """All shards of the session by name, those in packs among the others. Outlives the snapshot; holds indexes, not names."""
+    rows = list(txn.shards(session.id))
+    plain = sorted((NamedShard(row) for row in rows if not row.is_pack), key=_name_of)
+    packs = [_inside(row, txn.pack_index(row.key)) for row in rows if row.is_pack]
+    return heapq.merge(plain, *packs, key=_name_of)
+
+
+def _inside(row: ShardRow, index: PackIndex) -> Iterator[NamedShard]:
+    return (NamedShard(row, packed) for packed in index)
+
+
+def _name_of(shard: NamedShard) -> str:
+    return shard.name

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound
@@ -15,9 +16,10 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
-from forebay_gateway.paths.view import CheckpointView, view
+from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
+from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
-from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath, check_group
+from forebay_gateway.paths.write import Existing, Incoming, WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, check_formed, streams
@@ -35,6 +37,7 @@ class Paths:
     """The story, as the services call it."""
 
     write: WritePath
+    small: SmallPath
     commit: CommitPath
     find: Finder
     read: ReadPath
@@ -94,7 +97,7 @@ class GatewayService:
                 raise InvalidArgument("the first message of a PutMany stream names the part")
             check_group(len(request.shards))
             shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
-            receipts = await self._paths.write.put_small(encode.part_ref(part), shards)
+            receipts = await self._paths.small.put(encode.part_ref(part), shards)
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
 
     @answers
@@ -186,11 +189,11 @@ class GatewayService:
             session = txn.find_session(request.run, request.step, request.session) if request.session else found.session
             if session is None:
                 raise NotFound(f"no session {request.session!r} of this step is known here")
-            rows = sorted(txn.shards(session.id), key=lambda row: row.name)
-        for begin in range(0, len(rows), SHARDS_A_PAGE):
+            shards = listed(txn, session)
+        while page := list(islice(shards, SHARDS_A_PAGE)):
             with self._node.catalog.read() as txn:
-                page = [encode.shard(txn, row) for row in rows[begin : begin + SHARDS_A_PAGE]]
-            yield pb.ListShardsResponse(shards=page)
+                copies = {shard.row.key: txn.copies(shard.row.key) for shard in page}
+            yield pb.ListShardsResponse(shards=[encode.shard(shard, copies[shard.row.key]) for shard in page])
 
     @answers
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
