@@ -59,9 +59,11 @@ def put_and_die(bench: Bench, failpoint: str) -> None:
     assert bench.gateway.wait_exit() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "failpoint", ["write.before_chunk", "seal.before_fsync", "seal.before_dir_fsync", "small.before_catalog"]
-)
+# From its rename on a pack is whole, and adopted although nobody was told of it; before, it goes.
+ADOPTED = ("seal.before_dir_fsync", "small.before_catalog")
+
+
+@pytest.mark.parametrize("failpoint", ["write.before_chunk", "seal.before_fsync", *ADOPTED])
 def test_a_group_that_was_cut_short_harms_none_before_it(bench: Bench, failpoint: str) -> None:
     """Every acknowledged shard is there; the others can be put again, whatever is left of them."""
     put_and_die(bench, failpoint)
