@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.write import Existing, Incoming, WritePath
 from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.receiving import Receiving
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, check_formed, streams
 from forebay_wire.frames import ChunkFrame, FrameError, decode_put_request, encode_read_chunk
@@ -52,6 +54,7 @@ class GatewayService:
         self._node = node
         self._paths = paths
         self.sending = Sending(node.config.node.stream_timeout)
+        self._receiving = Receiving()
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -90,14 +93,19 @@ class GatewayService:
     ) -> AsyncGenerator[pb.PutManyResponse, None]:
         """See gateway.proto."""
         part: pb.PartRef | None = None
-        while (request := await _next_message(requests, self._node.config.node.stream_timeout)) is not None:
-            if request.HasField("part"):
-                part = request.part
-            if part is None:
-                raise InvalidArgument("the first message of a PutMany stream names the part")
-            check_group(len(request.shards))
-            shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
-            receipts = await self._paths.small.put(encode.part_ref(part), shards)
+        receive = partial(_next_message, requests, self._node.config.node.stream_timeout)
+        while True:
+            async with self._receiving.next(receive, _bytes_of) as request:
+                if request is None:
+                    return
+                if request.HasField("part"):
+                    part = request.part
+                if part is None:
+                    raise InvalidArgument("the first message of a PutMany stream names the part")
+                check_group(len(request.shards))
+                shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
+                receipts = await self._paths.small.put(encode.part_ref(part), shards)
+                del request, shards  # not held while the next one is waited for
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
 
     @answers
@@ -268,6 +276,10 @@ class GatewayService:
             check_run(run)
         except InvalidName as error:
             raise InvalidArgument(str(error)) from error
+
+
+def _bytes_of(message: Any | None) -> int:
+    return 0 if message is None else int(message.ByteSize())
 
 
 async def _next_frame(requests: AsyncIterator[Any], deadline_s: float) -> ChunkFrame | pb.PutHeader | pb.PutTrailer:
