@@ -14,11 +14,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from forebay.cancel import Cancelled, Scope
 from forebay.errors import ForebayError, InvalidArgument
-from forebay.reader import Reader
 from forebay.types import Shard
 from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
 from forebay_wire.names import InvalidName, check_shard_name, file_and_directory
@@ -223,7 +222,15 @@ class Target:
             raise InvalidArgument(f"{name!r} in the target is a directory where a file must be")
 
 
-def restore_files(reader: Reader, target: Target, shards: Iterable[Shard], streams: int, on_bytes: OnBytes) -> None:
+class Streams(Protocol):
+    """Whatever gives shards by name."""
+
+    def write_to(self, name: str, descriptor: int, on_bytes: OnBytes) -> None:
+        """The shard's bytes, each checked before, into an open file from its beginning."""
+        ...
+
+
+def restore_files(reader: Streams, target: Target, shards: Iterable[Shard], streams: int, on_bytes: OnBytes) -> None:
     """Write shards into the target under temporary names. Raises the first failure, naming the shard."""
     shards = list(shards)
     _check_distinct({shard.name for shard in shards})

@@ -30,8 +30,8 @@ from forebay_wire.names import InvalidName, check_session, check_shard_name
 from forebay_wire.v1 import gateway_pb2 as pb
 
 SMALL_BYTES_MAX = 1 << 20
-BATCH_BYTES_MAX = 2 << 20
-BATCH_SHARDS_MAX = 500
+BATCH_BYTES_MAX = 4 << 20  # a batch is what is durable together: one fsync, and where it is packed one file
+BATCH_SHARDS_MAX = 1000
 COMMIT_BATCH = 1000  # shards in one message of a commit: a name may have 1 KiB
 # An abort is a courtesy: the gateway drops what stays uncommitted by itself. It must not hold a failing job up.
 _ABORT_POLICY = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=3.0)
@@ -127,8 +127,9 @@ class CheckpointWriter:
     ) -> list[Receipt] | Pending[list[Receipt]]:
         """Store many shards; those up to 1 MiB travel together. All are durable when this returns; receipts in their order.
 
-        Names and kinds of data are checked before anything is sent: with one bad one, none is. `background` as in put(), for
-        all of them together. Raises as put().
+        Many small ones are packed into few files (the gateway's `cache.pack`). Names and kinds of data are checked before
+        anything is sent: one bad name among many is named, and none of them is taken. `background` as in put(), for all of them
+        together. Raises as put().
         """
         self._check_open("put_many")
         self._background.check(shards)

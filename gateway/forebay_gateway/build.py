@@ -48,6 +48,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.small import SmallPath
 from forebay_gateway.paths.steady import Step, steady
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
@@ -131,7 +132,7 @@ class Gateway:
         reads = ReadPath(node, finder, evictor)
         leases = Leases(node, writes, reads, evictor)
         self._fd_socket = FdSocket(leases, SOCKET_MODE)
-        paths = Paths(writes, commits, finder, reads, Waiter(node, finder), retention, leases)
+        paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, Waiter(node, finder), retention, leases)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         for tier in node.tiers.values():

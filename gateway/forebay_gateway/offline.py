@@ -144,6 +144,7 @@ async def _damage(path: Path, config: Config) -> str:
         with catalog.read() as txn:
             for row in txn.all_shards():
                 txn.copies(row.key)
+                list(txn.inside(row))
             list(txn.sessions())
     except ForebayError as error:
         return str(error)

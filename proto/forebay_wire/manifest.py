@@ -1,10 +1,12 @@
 """The JSON documents that lie beside the shards: a writer's part record and the checkpoint's manifest.
 
-Owns their format, version 1. A part record says that one writer's shards are there; a manifest says that the checkpoint is
+Owns their format: version 1, and version 2 for those that name packs, which a release that knows none must not take for
+complete. A part record says that one writer's shards are there; a manifest says that the checkpoint is
 complete, and carries all that a reader needs to check every byte. Both carry a CRC32C over themselves.
 
 A document is a JSON object; "crc32c" is the CRC32C (8 hex digits) of the same object without that key, serialized with sorted
-keys and without white space, as UTF-8. "chunks" is base64 of the chunk CRCs, each 4 bytes little-endian.
+keys and without white space, as UTF-8. "chunks" is base64 of the chunk CRCs, each 4 bytes little-endian. "packs" lists packs
+like shards, each with its "entries": [name, size, CRC32C as 8 hex digits, offset in the pack].
 """
 
 import base64
@@ -19,8 +21,10 @@ from typing import Any
 
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step, file_and_directory
+from forebay_wire.packs import MAX_PACK_BYTES, MAX_PACK_SHARDS, PackedShard, PackError, PackIndex, is_pack_name
 
 FORMAT_VERSION = 1
+PACKS_VERSION = 2  # of documents that name packs; all others are as FORMAT_VERSION has them
 MIN_CHUNK_SIZE = 64 << 10
 MAX_CHUNK_SIZE = 64 << 20
 SHARDS_A_PIECE = 256
@@ -71,6 +75,10 @@ class ShardEntry:
             check_shard_name(self.name)
         except InvalidName as error:
             raise ManifestError(str(error)) from error
+        self.check_sums()
+
+    def check_sums(self) -> None:
+        """As check(), of all but the name."""
         if not MIN_CHUNK_SIZE <= self.chunk_size <= MAX_CHUNK_SIZE or self.chunk_size & (self.chunk_size - 1):
             raise ManifestError(f"shard {self.name!r}: chunk size {self.chunk_size} is no power of two in range")
         if self.size < 0 or len(self.chunks) != 4 * chunk_count(self.size, self.chunk_size):
@@ -84,8 +92,26 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class PackEntry:
+    """One pack: the file as a shard of a reserved name, and what lies where in it."""
+
+    file: ShardEntry
+    index: PackIndex = field(repr=False)
+
+    def check(self) -> None:
+        """Raise ManifestError unless name, sizes, checksums and index agree with each other."""
+        if not is_pack_name(self.file.name):
+            raise ManifestError(f"{self.file.name!r} is no name of a pack")
+        self.file.check_sums()
+        try:
+            self.index.check(self.file.size)
+        except PackError as error:
+            raise ManifestError(f"pack {self.file.name!r}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
 class PartRecord:
-    """All shards of one writer, put and verified."""
+    """All shards of one writer, put and verified. `shards` are those with a file of their own, `packs` hold the others."""
 
     run: str
     step: int
@@ -95,13 +121,25 @@ class PartRecord:
     node: str
     shards: tuple[ShardEntry, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+    packs: tuple[PackEntry, ...] = ()
+
+    def files(self) -> Iterator[tuple[ShardEntry, PackIndex | None]]:
+        """Every file there is of it: shards, then packs with their index."""
+        yield from ((shard, None) for shard in self.shards)
+        yield from ((pack.file, pack.index) for pack in self.packs)
+
+    def names(self) -> Iterator[str]:
+        """Of every shard, wherever it lies."""
+        yield from (shard.name for shard in self.shards)
+        for pack in self.packs:
+            yield from (shard.name for shard in pack.index)
 
     def to_json(self) -> bytes:
         """The record as a document."""
         return _seal(
             {
                 "format": "forebay.part",
-                "version": FORMAT_VERSION,
+                "version": _version((self,)),
                 "run": self.run,
                 "step": self.step,
                 "session": self.session,
@@ -109,7 +147,7 @@ class PartRecord:
                 "writers": self.writers,
                 "node": self.node,
                 "metadata": self.metadata,
-                "shards": [_shard_to_json(shard) for shard in self.shards],
+                **_files_to_json(self),
             }
         )
 
@@ -127,11 +165,14 @@ class PartRecord:
                 node=_text(body["node"]),
                 shards=tuple(_shard_from_json(shard) for shard in _list(body["shards"])),
                 metadata=_object(body["metadata"]),
+                packs=_packs_from_json(body),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"part record: {_clause(error)}") from error
         if part.writer >= part.writers:
             raise ManifestError(f"part record: writer {part.writer} of {part.writers}")
+        if part.packs:
+            _check_distinct((part,))
         return part
 
 
@@ -163,29 +204,31 @@ class Manifest:
         # The count first: a document may claim any number of writers.
         if len(self.parts) != self.writers or any(part.writer != index for index, part in enumerate(self.parts)):
             raise ManifestError(f"manifest: parts do not cover writers 0 to {self.writers - 1}")
-        seen: dict[str, int] = {}
         for part in self.parts:
             if (part.run, part.step, part.session, part.writers) != (self.run, self.step, self.session, self.writers):
                 raise ManifestError(f"manifest: part {part.writer} belongs to another checkpoint or session")
-            for shard in part.shards:
-                if shard.name in seen:
-                    raise ManifestError(f"manifest: writers {seen[shard.name]} and {part.writer} both put {shard.name!r}")
-                seen[shard.name] = part.writer
+        seen = _check_distinct(self.parts)
         if (clash := file_and_directory(seen)) is not None:
             raise ManifestError(f"manifest: shards {clash[0]!r} and {clash[1]!r} cannot both be files on a tier")
 
     def shards(self) -> Iterator[tuple[int, ShardEntry]]:
-        """(writer, shard) of every part."""
+        """(writer, shard) of every shard with a file of its own."""
         for part in self.parts:
             for shard in part.shards:
                 yield part.writer, shard
+
+    def files(self) -> Iterator[tuple[int, ShardEntry, PackIndex | None]]:
+        """(writer, file, its index where it is a pack) of every part."""
+        for part in self.parts:
+            for file, index in part.files():
+                yield part.writer, file, index
 
     def to_json(self) -> bytes:
         """The manifest as a document."""
         return _seal(
             {
                 "format": "forebay.manifest",
-                "version": FORMAT_VERSION,
+                "version": _version(self.parts),
                 "run": self.run,
                 "step": self.step,
                 "session": self.session,
@@ -196,7 +239,7 @@ class Manifest:
                     {
                         "writer": part.writer,
                         "node": part.node,
-                        "shards": [_shard_to_json(shard) for shard in part.shards],
+                        **_files_to_json(part),
                     }
                     for part in self.parts
                 ],
@@ -221,6 +264,7 @@ class Manifest:
                     node=_text(part["node"]),
                     shards=tuple(_shard_from_json(shard) for shard in _list(part["shards"])),
                     metadata=metadata if index == 0 else {},
+                    packs=_packs_from_json(part),
                 )
                 for index, part in enumerate(_list(body["parts"]))
             )
@@ -277,8 +321,9 @@ def _open(document: bytes, expected_format: str) -> dict[str, Any]:
         raise ManifestError(f"not JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != expected_format:
         raise ManifestError(f"not a {expected_format} document")
-    if body.get("version") != FORMAT_VERSION:
-        raise ManifestError(f"{expected_format} version {body.get('version')!r}; this release reads {FORMAT_VERSION}")
+    if body.get("version") != (PACKS_VERSION if _names_packs(body) else FORMAT_VERSION):
+        reads = f"this release reads {FORMAT_VERSION}, and {PACKS_VERSION} of documents with packs"
+        raise ManifestError(f"{expected_format} version {body.get('version')!r}; {reads}")
     expected = body.pop("crc32c", None)
     head = _checksum_head(0)
     as_written = crc32c(memoryview(document)[len(head) :], crc32c(b"{"))
@@ -368,20 +413,86 @@ def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
     }
 
 
+def _files_to_json(part: PartRecord) -> dict[str, Any]:
+    files: dict[str, Any] = {"shards": [_shard_to_json(shard) for shard in part.shards]}
+    if part.packs:
+        files["packs"] = [
+            {
+                **_shard_to_json(pack.file),
+                "entries": [[shard.name, shard.size, f"{shard.crc32c:08x}", shard.offset] for shard in pack.index],
+            }
+            for pack in part.packs
+        ]
+    return files
+
+
+def _version(parts: Iterable[PartRecord]) -> int:
+    return PACKS_VERSION if any(part.packs for part in parts) else FORMAT_VERSION
+
+
+def _names_packs(body: dict[str, Any]) -> bool:
+    parts = body.get("parts")
+    return "packs" in body or (isinstance(parts, list) and any(isinstance(part, dict) and "packs" in part for part in parts))
+
+
+def _check_distinct(parts: Iterable[PartRecord]) -> dict[str, int]:
+    """The writer of every shard and pack by its name; raises ManifestError where a name comes twice."""
+    seen: dict[str, int] = {}
+    for part in parts:
+        packs = (pack.file.name for pack in part.packs)
+        for name in (*part.names(), *packs):
+            if name in seen:
+                raise ManifestError(f"manifest: writers {seen[name]} and {part.writer} both put {name!r}")
+            seen[name] = part.writer
+    return seen
+
+
+def _packs_from_json(body: dict[str, Any]) -> tuple[PackEntry, ...]:
+    return tuple(_pack_from_json(pack) for pack in _list(body.get("packs", [])))
+
+
+def _pack_from_json(body: dict[str, Any]) -> PackEntry:
+    entries = _list(body["entries"])
+    if not 1 <= len(entries) <= MAX_PACK_SHARDS or _unsigned(body["size"]) > MAX_PACK_BYTES:
+        raise ManifestError(f"a pack of {len(entries)} shards and {body['size']} bytes")
+    shards = []
+    for entry in entries:
+        name, size, crc, offset = _list(entry)
+        shards.append(PackedShard(_text(name), _unsigned(size), _crc(crc), _unsigned(offset)))
+    try:
+        index = PackIndex.of(shards)
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"a packed shard's name is not valid UTF-8: {error}") from error
+    pack = PackEntry(_entry_from_json(body), index)
+    pack.check()
+    return pack
+
+
 def _shard_from_json(body: dict[str, Any]) -> ShardEntry:
+    shard = _entry_from_json(body)
+    shard.check()
+    return shard
+
+
+def _entry_from_json(body: dict[str, Any]) -> ShardEntry:
     try:
         chunks = base64.b64decode(body["chunks"], validate=True)
     except binascii.Error as error:
         raise ManifestError(f"chunk table: {error}") from error
-    shard = ShardEntry(
+    return ShardEntry(
         name=_text(body["name"]),
         size=_unsigned(body["size"]),
         crc32c=int(body["crc32c"], 16),
         chunk_size=_unsigned(body["chunk_size"]),
         chunks=chunks,
     )
-    shard.check()
-    return shard
+
+
+def _crc(value: Any) -> int:
+    number = int(_text(value), 16)
+    if not 0 <= number < 1 << 32:
+        raise ManifestError(f"{value!r} is not a CRC32C")
+    return number
 
 
 def _unsigned(value: Any) -> int:

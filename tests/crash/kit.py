@@ -18,9 +18,10 @@ from forebay import Checkpoint, Client, ForebayError, NotFound
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.catalog import Catalog, ReadTxn, WriteTxn
-from forebay_gateway.core.layout import step_dir
+from forebay_gateway.core.layout import manifest_key, step_dir
 from forebay_gateway.core.records import ShardKey
 from forebay_wire.checksums import crc32c
+from forebay_wire.manifest import Manifest
 
 NODE = "a"
 TIERS = ("pfs", "object")
@@ -91,12 +92,14 @@ class Trainer:
         part.commit({"step": part.step})
         self.log.promised.add(part.step)
 
-    def save(self, client: Client, step: int, sizes: dict[str, int]) -> None:
-        """Each shard by itself, all small ones together, then the commit."""
+    def save(self, client: Client, step: int, sizes: dict[str, int], *batches: dict[str, int]) -> None:
+        """Each shard by itself, all small ones together, further batches of small ones each for itself, then the commit."""
         with client.checkpoint(RUN, step, session="job-1") as part:
             for name in [name for name in sizes if sizes[name] > SMALL]:
                 self.put(part, name, sizes[name])
             self.put_many(part, {name: size for name, size in sizes.items() if size <= SMALL})
+            for tiny in batches:
+                self.put_many(part, tiny)
             self.commit(part)
 
     def compare(self, client: Client, step: int, source: str = "auto") -> None:
@@ -224,7 +227,9 @@ class Bench(Trainer):
             assert len({name for name in shards if name.endswith("/manifest.json")}) == len(steps)
             for step in steps:
                 mine = {name for name in shards if name.startswith(f"{step_dir(RUN, step)}/")}
-                assert len(mine) == len(self.log.shards(step)) + 2, mine  # and a part record, and the manifest
+                manifest = Manifest.from_json((self.pfs / manifest_key(RUN, step)).read_bytes())
+                assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
+                assert len(mine) == len(list(manifest.files())) + 2, mine  # and a part record, and the manifest
                 shards -= mine
             assert shards == set()
 

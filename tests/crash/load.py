@@ -43,6 +43,8 @@ class Load:
             while not self._stop.is_set():
                 step += THREADS
                 sizes = {f"shard-{n}": rng.choice(SIZES) for n in range(rng.randint(1, 4))}
+                if rng.random() < 0.3:
+                    sizes |= {f"tiny/{n:02}": rng.randint(0, 3000) for n in range(70)}
                 self._bench.save(client, step, sizes)
                 mine.append(step)
                 self._bench.compare(client, rng.choice(mine))

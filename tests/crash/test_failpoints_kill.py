@@ -19,6 +19,8 @@ from forebay import Client
 
 SOURCE = Path(forebay_gateway.__file__).parent
 SIZES = {"weights/a.bin": LARGE, "b": MIDDLE, "c": SMALL, "d": SMALL - 1, "empty": 0}
+# A pack, and small ones that are joined with it at the commit.
+TINY = [{f"t/{n:02}": 30 * n for n in range(64)}, *({f"u{batch}/{n}": 500 for n in range(2)} for batch in range(8))]
 
 
 def failpoints() -> list[str]:
@@ -74,7 +76,7 @@ class Life:
                     return
 
     def _round(self, client: Client, step: int) -> None:
-        self._bench.save(client, step, SIZES)
+        self._bench.save(client, step, SIZES, *TINY)
         client.wait(RUN, step, "all", timeout=90)
         until(lambda: evicted(client, step), "the large shard is evicted", 60.0)
         self._bench.compare(client, step)

@@ -39,8 +39,9 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.small import SmallPath, SmallShard
 from forebay_gateway.paths.view import view
-from forebay_gateway.paths.write import Existing, PartRef, SmallShard, WritePath
+from forebay_gateway.paths.write import Existing, PartRef, WritePath
 from forebay_gateway.tiers.base import ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -170,6 +171,7 @@ class Paths:
 
     node: Node
     writes: WritePath
+    small: SmallPath
     commits: CommitPath
     finder: Finder
     reads: ReadPath
@@ -254,6 +256,7 @@ class World:
         self.paths = Paths(
             node,
             writes,
+            SmallPath(node, writes),
             CommitPath(node, writes),
             finder,
             ReadPath(node, finder, evictor),
@@ -421,7 +424,7 @@ class World:
         small = [SmallShard(name, crc32c(data), memoryview(data)) for name, data in shards.items()]
         with contextlib.suppress(CacheFull):
             try:
-                await self.paths.writes.put_small(self.part(step, writer), small)
+                await self.paths.small.put(self.part(step, writer), small)
             except AlreadyExists:
                 assert refused, (step, writer, shards)
             except Unavailable as error:

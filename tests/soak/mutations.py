@@ -36,6 +36,7 @@ WRITER, READER = f"{GATEWAY}/cache/writer.py", f"{GATEWAY}/cache/reader.py"
 INCOMING = f"{GATEWAY}/cache/incoming.py"
 DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
 S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
+PACKS = "proto/forebay_wire/packs.py"
 
 MUTATIONS = (
     Mutation("cache: fsync of the file", INCOMING, "os.fsync(descriptor)", "pass", ("tests/cache/test_cache_writer.py",)),
@@ -128,6 +129,55 @@ MUTATIONS = (
         "if (row.size, row.crc32c) != (shard.size, shard.crc32c):",
         "if False:",
         ("tests/integration/test_bad_input.py",),
+    ),
+    Mutation(
+        "packs: CRC of each shard as it is packed",
+        f"{GATEWAY}/cache/packs.py",
+        "if crc != expected:",
+        "if False:",
+        ("tests/cache/test_cache_packs.py",),
+    ),
+    Mutation(
+        "packs: checksum of head and index",
+        PACKS,
+        "if _U32.unpack_from(data, _HEAD.size)[0] != crc32c(encoded, crc32c(data[: _HEAD.size])):",
+        "if False:",
+        ("tests/wire/test_packs.py",),
+    ),
+    Mutation(
+        "packs: shards lie inside",
+        PACKS,
+        "if shard.offset < first or shard.offset + shard.size > pack_bytes:",
+        "if False:",
+        ("tests/wire/test_packs.py",),
+    ),
+    Mutation(
+        "packs: CRC of a shard as it is read",
+        f"{GATEWAY}/paths/read.py",
+        "if crc32c(whole) != packed.crc32c:",
+        "if False:",
+        ("tests/paths/test_packed.py",),
+    ),
+    Mutation(
+        "packs: the catalog's index against the pack's own",
+        f"{GATEWAY}/paths/care/proof.py",
+        "if found != index:",
+        "if False:",
+        ("tests/paths/test_packed.py",),
+    ),
+    Mutation(
+        "packs: the newest first where there is no catalog",
+        f"{GATEWAY}/paths/recover.py",
+        "key=lambda file: file.shard_id or 0, reverse=True)",
+        "key=lambda file: file.shard_id or 0)",
+        ("tests/crash/test_packs_crash.py",),
+    ),
+    Mutation(
+        "export: CRC of a packed shard",
+        "client/forebay/export.py",
+        "if crc32c(data) != packed.crc32c:",
+        "if False:",
+        ("tests/integration/test_packs.py",),
     ),
     Mutation("manifest: its own checksum", MANIFEST, "if expected != actual:", "if False:", ("tests/wire/test_manifest.py",)),
     Mutation(

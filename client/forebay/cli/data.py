@@ -1,4 +1,4 @@
-"""`save` and `restore`: directories to checkpoints and back."""
+"""`save`, `restore` and `export`: directories to checkpoints and back."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +8,7 @@ import typer
 from forebay.cli.app import Json, RunName, client
 from forebay.cli.exits import UsageError
 from forebay.cli.output import duration_text, print_json, say, size_text
+from forebay.export import export_dir
 from forebay.types import RestoreSummary, SaveSummary
 
 _Wait = Annotated[
@@ -18,6 +19,8 @@ _StepAndDirectory = Annotated[
     list[str],
     typer.Argument(metavar="[STEP|latest] DIR", help="Which checkpoint, and the directory to fill.", show_default=False),
 ]
+_Streams = Annotated[int, typer.Option("--streams", min=1, max=64, help="Shards at a time.")]
+_Durable = Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")]
 _Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="For commit and wait together.")]
 
 
@@ -25,6 +28,7 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands."""
     app.command()(save)
     app.command()(restore)
+    app.command()(export)
 
 
 def save(
@@ -54,24 +58,54 @@ def restore(
     run: RunName,
     arguments: _StepAndDirectory,
     source: Annotated[str, typer.Option("--from", metavar="auto|cache|peer|TIER", help="Read from there alone.")] = "auto",
-    streams: Annotated[int, typer.Option("--streams", min=1, max=64, help="Shards at a time.")] = 4,
-    durable: Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")] = False,
+    streams: _Streams = 4,
+    durable: _Durable = False,
     json: Json = False,
 ) -> int:
     """Restore a checkpoint (the latest unless a step is given) into a directory; every byte is checked.
 
     Files appear under their names only once all are whole. JSON keys: run, step, session, shards, size, path, elapsed_s.
     """
+    step, directory = _step_and_directory("restore", arguments)
+    with client() as gateway:
+        summary = gateway.restore_dir(run, step, directory, source=source, streams=streams, durable=durable)
+    print_json(summary) if json else _say_restored(summary, "restored")
+    return 0
+
+
+def export(
+    run: RunName,
+    arguments: _StepAndDirectory,
+    root: Annotated[
+        Path | None,
+        typer.Option("--root", metavar="PATH", help="A POSIX tier's root, or a copy of a tier's files; no gateway is asked."),
+    ] = None,
+    streams: _Streams = 4,
+    durable: _Durable = False,
+    json: Json = False,
+) -> int:
+    """Unpack a checkpoint (the latest unless a step is given) into plain files, every byte checked.
+
+    With --root straight from a tier's files, else through the gateway, as restore does. JSON keys: run, step, session, shards,
+    size, path, elapsed_s.
+    """
+    step, directory = _step_and_directory("export", arguments)
+    if root is not None:
+        summary = export_dir(root, run, step, directory, streams=streams, durable=durable)
+    else:
+        with client() as gateway:
+            summary = gateway.restore_dir(run, step, directory, streams=streams, durable=durable)
+    print_json(summary) if json else _say_restored(summary, "exported")
+    return 0
+
+
+def _step_and_directory(command: str, arguments: list[str]) -> tuple[int | str, str]:
     if len(arguments) > 2:
-        raise UsageError("restore: give RUN, at most one STEP, and DIR")
+        raise UsageError(f"{command}: give RUN, at most one STEP, and DIR")
     chosen = arguments[0] if len(arguments) == 2 else "latest"
     if chosen != "latest" and not (chosen.isascii() and chosen.isdigit()):
-        raise UsageError(f"restore: a step is a number or 'latest', not {chosen!r}")
-    step: int | str = chosen if chosen == "latest" else int(chosen)
-    with client() as gateway:
-        summary = gateway.restore_dir(run, step, arguments[-1], source=source, streams=streams, durable=durable)
-    print_json(summary) if json else _say_restored(summary)
-    return 0
+        raise UsageError(f"{command}: a step is a number or 'latest', not {chosen!r}")
+    return chosen if chosen == "latest" else int(chosen), arguments[-1]
 
 
 def _say_saved(done: SaveSummary) -> None:
@@ -80,8 +114,8 @@ def _say_saved(done: SaveSummary) -> None:
     say(f"session {done.session}, writer {done.writer}, {_pace(done.size, done.elapsed_s)}")
 
 
-def _say_restored(done: RestoreSummary) -> None:
-    say(f"restored {done.run}/{done.step} to {done.path}: {done.shards} shards, {size_text(done.size)}, all checked")
+def _say_restored(done: RestoreSummary, verb: str) -> None:
+    say(f"{verb} {done.run}/{done.step} to {done.path}: {done.shards} shards, {size_text(done.size)}, all checked")
     say(f"session {done.session}, {_pace(done.size, done.elapsed_s)}")
 
 

@@ -25,7 +25,8 @@ from forebay_gateway.core.records import (
     UploadRow,
 )
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState, next_copy_state, next_shard_state
-from forebay_wire.manifest import Manifest, ShardEntry
+from forebay_wire.manifest import Manifest, PartRecord, ShardEntry
+from forebay_wire.packs import PackIndex
 
 
 class WriteTxn(RowKeeper):
@@ -75,11 +76,15 @@ class WriteTxn(RowKeeper):
         self._put_part(row)
         return row
 
-    def seal(self, row: ShardRow, chunks: bytes) -> None:
-        """Add a SEALED shard with its packed chunk CRC table; sealing the same shard again replaces its row.
+    def seal(self, row: ShardRow, chunks: bytes, index: PackIndex | None = None) -> None:
+        """Add a SEALED shard with its packed chunk CRC table, or a pack with its `index`; sealing the same shard again replaces
+        its row.
 
-        Raises AlreadyExists where another shard of the session has this name or the part is committed; NotFound without a part.
+        Raises AlreadyExists where another shard of the session has this name (or one of a pack's) or the part is committed;
+        NotFound without a part.
         """
+        if row.packed != (0 if index is None else len(index)):
+            raise ValueError("a pack is sealed with its index, and no other shard with one")
         if row.state is not ShardState.SEALED:
             raise ValueError(f"seal() takes a SEALED row, not one that is {row.state.value}")
         if self._part(row.session_id, row.writer).state is PartState.COMMITTED:
@@ -87,7 +92,15 @@ class WriteTxn(RowKeeper):
         existing = self.shard(row.key)
         if existing is not None and (existing.name, existing.writer) != (row.name, row.writer):
             raise AlreadyExists("the shard id is taken", session_id=row.session_id, shard_id=row.shard_id, name=existing.name)
-        self._add_shard(existing, row, chunks)
+        self._add_shard(existing, row, chunks, index)
+
+    def replace_packs(self, old: Sequence[ShardKey], row: ShardRow, chunks: bytes, index: PackIndex) -> list[ShardRow]:
+        """Seal one pack in the place of others of its part; their last rows. Raises NotFound where one is gone, as seal()."""
+        rows = [self._shard(key) for key in old]
+        for each in rows:
+            self._drop_shard(each)
+        self.seal(row, chunks, index)
+        return rows
 
     def next_commit_seq(self) -> int:
         """An order for a commit_part, higher than all before; each call gives another. One that is not used leaves a gap."""
@@ -108,7 +121,7 @@ class WriteTxn(RowKeeper):
         shards = list(self.shards(session_id, writer))
         for shard in shards:
             self._reorder(shard, part.commit_seq, order)
-        size = sum(shard.size for shard in shards)
+        packs = [shard for shard in shards if shard.is_pack]
         self._put_part(
             replace(
                 part,
@@ -116,7 +129,11 @@ class WriteTxn(RowKeeper):
                 metadata_json=metadata_json,
                 commit_seq=order,
                 shard_count=len(shards),
-                size=size,
+                size=sum(shard.size for shard in shards),
+                packs=len(packs),
+                packs_size=sum(pack.size for pack in packs),
+                packed=sum(pack.packed for pack in packs),
+                packed_size=sum(pack.packed_size for pack in packs),
             )
         )
         for tier in tiers:
@@ -269,7 +286,7 @@ class WriteTxn(RowKeeper):
         is VERIFIED unless it is QUARANTINED. Raises Corrupt where one differs from the manifest, and as open_session does.
         """
         session = self.begin_adoption(manifest, session_id)
-        self.adopt_shards(session.id, tier, manifest.shards(), new_id)
+        self.adopt_shards(session.id, tier, manifest.files(), new_id)
         return self.finish_adoption(session.id, manifest, tier)
 
     def begin_adoption(self, manifest: Manifest, session_id: int) -> SessionRow:
@@ -278,21 +295,24 @@ class WriteTxn(RowKeeper):
         return self.open_session(*names, session_id=session_id, origin=Origin.TIER)
 
     def adopt_shards(
-        self, session_id: int, tier: str, shards: Iterable[tuple[int, ShardEntry]], new_id: Callable[[], int]
+        self,
+        session_id: int,
+        tier: str,
+        files: Iterable[tuple[int, ShardEntry, PackIndex | None]],
+        new_id: Callable[[], int],
     ) -> None:
-        """Some of its shards; those that are here already stay. Raises NotFound where the session went meanwhile, Corrupt."""
+        """Some of its files, a pack with its index; those that are here already stay. Raises NotFound where the session went
+        meanwhile, Corrupt."""
         self._session(session_id)
         number = self._tiers.number(tier)
-        for writer, entry in shards:
-            self._adopt_shard(session_id, writer, entry, number, new_id)
+        for writer, entry, index in files:
+            self._adopt_shard(session_id, writer, entry, index, number, new_id)
 
     def finish_adoption(self, session_id: int, manifest: Manifest, tier: str) -> SessionRow:
         """Its parts, once all shards are there; from here on it is complete. Raises NotFound."""
         for part in manifest.parts:
             if self.part(session_id, part.writer) is None:
-                size = sum(entry.size for entry in part.shards)
-                row = PartRow(session_id, part.writer, PartState.COMMITTED, shard_count=len(part.shards), size=size)
-                self._put_part(row)
+                self._put_part(_adopted_part(session_id, part))
         return self.set_publish(session_id, tier, PublishState.COMPLETE)
 
     def rewrite_totals(self) -> Totals:
@@ -335,12 +355,22 @@ class WriteTxn(RowKeeper):
                 added += 1
         return added
 
-    def _adopt_shard(self, session_id: int, writer: int, entry: ShardEntry, tier: int, new_id: Callable[[], int]) -> None:
+    def _adopt_shard(
+        self,
+        session_id: int,
+        writer: int,
+        entry: ShardEntry,
+        index: PackIndex | None,
+        tier: int,
+        new_id: Callable[[], int],
+    ) -> None:
         row = self.shard_by_name(session_id, entry.name)
         if row is None:
-            key = ShardKey(session_id, new_id())
-            row = ShardRow(*key, writer, entry.name, entry.size, entry.chunk_size, entry.crc32c, ShardState.EVICTED, 0)
-            self._add_shard(None, row, entry.chunks)
+            row = evicted_row(ShardKey(session_id, new_id()), writer, entry, index)
+            try:
+                self._add_shard(None, row, entry.chunks, index)
+            except AlreadyExists as error:
+                raise Corrupt(f"the manifest and this node disagree on where shards lie: {error}", file=entry.name) from error
         elif (row.size, row.crc32c) != (entry.size, entry.crc32c):
             raise Corrupt(
                 f"the manifest and this node disagree on shard {entry.name!r}",
@@ -354,3 +384,25 @@ class WriteTxn(RowKeeper):
         if old is None or old.state is not CopyState.QUARANTINED:
             new = replace(old or CopyRow(CopyState.VERIFIED), state=CopyState.VERIFIED, error="")
             self._put_copy(row, tier, old, new, self._commit_order(row))
+
+
+def evicted_row(key: ShardKey, writer: int, entry: ShardEntry, index: PackIndex | None) -> ShardRow:
+    """The row of a file that documents name and the cache does not have."""
+    row = ShardRow(*key, writer, entry.name, entry.size, entry.chunk_size, entry.crc32c, ShardState.EVICTED, 0)
+    return row if index is None else replace(row, packed=len(index), packed_size=index.size)
+
+
+def _adopted_part(session_id: int, part: PartRecord) -> PartRow:
+    indexes = [pack.index for pack in part.packs]
+    packs_size = sum(pack.file.size for pack in part.packs)
+    return PartRow(
+        session_id,
+        part.writer,
+        PartState.COMMITTED,
+        shard_count=len(part.shards) + len(indexes),
+        size=sum(entry.size for entry in part.shards) + packs_size,
+        packs=len(indexes),
+        packs_size=packs_size,
+        packed=sum(map(len, indexes)),
+        packed_size=sum(index.size for index in indexes),
+    )

@@ -12,6 +12,7 @@ from forebay_gateway.core.policy import is_unfinished, is_whole
 from forebay_gateway.core.records import (
     CheckpointRow,
     CopyRow,
+    NamedShard,
     PartRow,
     PartState,
     PendingCopy,
@@ -24,6 +25,7 @@ from forebay_gateway.core.records import (
     UploadRow,
 )
 from forebay_gateway.core.states import CopyState, ShardState
+from forebay_wire.packs import PackError, PackIndex
 
 # What start-up looks at, whatever else there is.
 UNSETTLED = frozenset({ShardState.EVICTING, ShardState.QUARANTINED})
@@ -163,13 +165,55 @@ class ReadTxn:
         return None if data is None else schema.SHARD.decode(data)
 
     def shard_by_name(self, session_id: int, name: str) -> ShardRow | None:
-        """The session's shard with this name."""
+        """The session's file with this name: a shard that is in no pack, or a pack."""
+        found = self._named(session_id, name)
+        return None if found is None or found.packed is not None else found.row
+
+    def named(self, session_id: int, name: str) -> NamedShard | None:
+        """The session's shard with this name, wherever it lies. Packs are none."""
+        found = self._named(session_id, name)
+        return None if found is None or (found.row.is_pack and found.packed is None) else found
+
+    def _named(self, session_id: int, name: str) -> NamedShard | None:
         data = self._get(self._db.names, schema.name_key(session_id, name))
-        row = None if data is None else self.shard(ShardKey(session_id, schema.number_of(data)))
-        return row if row is not None and row.name == name else None
+        if data is None:
+            return None
+        shard_id, ordinal = schema.named_of_value(data)
+        row = self.shard(ShardKey(session_id, shard_id))
+        if row is None:
+            return None
+        if ordinal is None:
+            return NamedShard(row) if row.name == name else None
+        try:
+            packed = self.pack_index(row.key)[ordinal]
+        except PackError as error:
+            raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
+        return NamedShard(row, packed) if packed.name == name else None
+
+    def pack_index(self, key: ShardKey) -> PackIndex:
+        """What lies where in a pack. Raises NotFound."""
+        data = self._get(self._db.packs, schema.shard_key(key))
+        if data is None:
+            raise NotFound("the catalog has no such pack", session_id=key.session_id, shard_id=key.shard_id)
+        try:
+            return PackIndex(data)
+        except PackError as error:
+            raise CatalogDamaged(f"a pack's index cannot be read ({error})", shard_id=key.shard_id) from error
+
+    def inside(self, row: ShardRow) -> Iterator[NamedShard]:
+        """The shards that the row stands for, by name: itself, or all in the pack."""
+        if not row.is_pack:
+            yield NamedShard(row)
+            return
+        index = self.pack_index(row.key)
+        try:
+            for packed in index:
+                yield NamedShard(row, packed)
+        except PackError as error:
+            raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
 
     def shards(self, session_id: int, writer: int | None = None, after: int = -1) -> Iterator[ShardRow]:
-        """The session's shards, or only one writer's, by shard id, from behind the id `after`."""
+        """The session's files, shards and packs, or only one writer's, by shard id, from behind the id `after`."""
         if writer is None:
             start = schema.shard_key(ShardKey(session_id, after + 1))
             for _, value in self._scan(self._db.shards, schema.u64(session_id), start):
@@ -302,7 +346,8 @@ class ReadTxn:
         """What session_sums() and, by tier, session_progress() should say, from the rows themselves. Reads them all."""
         parts = self.parts(session_id)
         committed = [part for part in parts if part.state is PartState.COMMITTED]
-        shard_count, committed_size = sum(part.shard_count for part in committed), sum(part.size for part in committed)
+        shard_count = sum(part.visible_count for part in committed)
+        committed_size = sum(part.visible_size for part in committed)
         shards = size = cached = cached_size = sealed = 0
         progress: dict[int, list[int]] = {}
         for row in self.shards(session_id):

@@ -26,6 +26,7 @@ from forebay_gateway.core.records import (
     Totals,
 )
 from forebay_gateway.core.states import CopyState, ShardState
+from forebay_wire.packs import PackIndex
 
 _R = TypeVar("_R")
 
@@ -157,20 +158,27 @@ class RowKeeper(ReadTxn):
     def _count_part(self, row: PartRow | None, sign: int) -> None:
         if row is not None:
             committed = sign * (row.state is PartState.COMMITTED)
-            sums = (sign, committed, committed * row.shard_count, committed * row.size, 0, 0, 0, 0, 0)
+            sums = (sign, committed, committed * row.visible_count, committed * row.visible_size, 0, 0, 0, 0, 0)
             self._add("session_sums", schema.u64(row.session_id), *sums)
             self._changed_sessions.add(row.session_id)
 
-    def _add_shard(self, old: ShardRow | None, row: ShardRow, chunks: bytes) -> None:
-        name = schema.name_key(row.session_id, row.name)
-        holder = self._get(self._db.names, name)
-        if holder is not None and schema.number_of(holder) != row.shard_id:
-            raise AlreadyExists("the session has a shard of this name", session_id=row.session_id, name=row.name)
-        self._put(self._db.names, name, schema.u64(row.shard_id))
+    def _add_shard(self, old: ShardRow | None, row: ShardRow, chunks: bytes, index: PackIndex | None = None) -> None:
+        self._take_name(row, row.name, schema.u64(row.shard_id))
+        if index is not None:
+            for ordinal, packed in enumerate(index):
+                self._take_name(row, packed.name, schema.packed_value(row.shard_id, ordinal))
+            self._put(self._db.packs, schema.shard_key(row.key), index.encoded)
         self._put(self._db.part_shards, schema.part_shard_key(row.session_id, row.writer, row.shard_id), b"")
         self._put(self._db.chunks, schema.shard_key(row.key), chunks)
         self._put_shard(old, row)
         self._id_seen = max(self._id_seen, row.shard_id)
+
+    def _take_name(self, row: ShardRow, name: str, value: bytes) -> None:
+        key = schema.name_key(row.session_id, name)
+        holder = self._get(self._db.names, key)
+        if holder is not None and schema.named_of_value(holder)[0] != row.shard_id:
+            raise AlreadyExists("the session has a shard of this name", session_id=row.session_id, name=name)
+        self._put(self._db.names, key, value)
 
     def _put_shard(self, old: ShardRow | None, new: ShardRow | None) -> None:
         """Replace a shard's row (None: absent) with its share in the sums and its places in `evictable` and `unsettled`."""
@@ -243,6 +251,10 @@ class RowKeeper(ReadTxn):
         for entry, _ in list(self._scan(self._db.uploads, key)):
             self._delete(self._db.uploads, entry)
         self._put_shard(row, None)
+        if row.is_pack:
+            for inner in self.inside(row):
+                self._delete(self._db.names, schema.name_key(row.session_id, inner.name))
+            self._delete(self._db.packs, key)
         self._delete(self._db.fetched, key)
         self._delete(self._db.chunks, key)
         self._delete(self._db.names, schema.name_key(row.session_id, row.name))

@@ -62,7 +62,8 @@ class Databases:
     open_parts: Database  # session:u64 writer:u32 -> empty; index of parts that are OPEN
     shards: Database  # session:u64 shard:u64 -> ShardRow
     part_shards: Database  # session:u64 writer:u32 shard:u64 -> empty; index of a writer's shards
-    names: Database  # session:u64 SHA-256(name)[:16] -> shard:u64
+    names: Database  # session:u64 SHA-256(name)[:16] -> shard:u64; of one in a pack: the pack's, then its number in it u32
+    packs: Database  # session:u64 shard:u64 -> the pack's index, as in the pack itself (forebay_wire.packs)
     chunks: Database  # session:u64 shard:u64 -> packed CRC32C of each chunk, as on disk
     evictable: Database  # order:u64 session:u64 shard:u64 -> empty; index of EVICTABLE shards
     fetched: Database  # session:u64 shard:u64 -> order:u64 of a shard that came into the cache from a tier
@@ -98,6 +99,7 @@ _PART_SHARD = struct.Struct(">QIQ")
 _PROGRESS = struct.Struct(">QIH")
 _SHARD = struct.Struct(">QQ")
 _COPY = struct.Struct(">QQH")
+_PACKED = struct.Struct(">QI")
 _PENDING = struct.Struct(">HQQQ")
 _PUBLISH = struct.Struct(">HQQ")
 _PUBLISH_ORDER = struct.Struct(">QH")
@@ -183,6 +185,21 @@ def shard_of_key(key: bytes) -> ShardKey:
 def name_key(session_id: int, name: str) -> bytes:
     """session name16."""
     return _U64.pack(session_id) + _short_hash(name)
+
+
+def packed_value(shard_id: int, ordinal: int) -> bytes:
+    """The value in `names` of a shard in a pack."""
+    return _PACKED.pack(shard_id, ordinal)
+
+
+def named_of_value(value: bytes) -> tuple[int, int | None]:
+    """(shard id, number in it where it is a pack) of a value in `names`."""
+    if len(value) == _U64.size:
+        return number_of(value), None
+    if len(value) != _PACKED.size:
+        raise CatalogDamaged("a name leads nowhere", length_bytes=len(value))
+    shard_id, ordinal = _PACKED.unpack(value)
+    return shard_id, ordinal
 
 
 def copy_key(key: ShardKey, tier: int) -> bytes:

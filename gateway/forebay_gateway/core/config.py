@@ -95,6 +95,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     direct_io: Annotated[
         str, _key("`auto` uses O_DIRECT where the file system has it; `off` never does.", "choice", choices=("auto", "off"))
     ] = "auto"
+    pack: Annotated[
+        str,
+        _key(
+            "`auto` puts small shards (below 1 MiB) together into pack files where they are many: 64 in a request or in their "
+            "part so far; `never` gives each a file of its own, which other software can read on a tier.",
+            "choice",
+            choices=("auto", "never"),
+        ),
+    ] = "auto"
     repair: Annotated[
         str,
         _key(

@@ -1,44 +1,37 @@
 """Where things lie on a tier, as keys relative to its root (DESIGN: plain files come out).
 
-Owns the key scheme only. Keys use '/'; a tier maps them to paths or object keys.
+Owns the keys of a gateway's own documents; those of checkpoints are forebay_wire.keys', and named here too. Keys use '/'; a
+tier maps them to paths or object keys.
 """
 
-import re
 from urllib.parse import quote, unquote
 
-from forebay_wire.names import session8
+from forebay_wire.keys import MANIFEST_NAME, manifest_key, parse_step_dir, session_dir, shard_key, step_dir
+from forebay_wire.names import RESERVED_PREFIX
 
-CONTROL_DIR = ".forebay"
-STEP_DIR = re.compile(r"step-(\d{12,20})\Z")
-MANIFEST_NAME = "manifest.json"
+__all__ = [
+    "CONTROL_DIR",
+    "CURRENT_NAME",
+    "MANIFEST_NAME",
+    "announce_key",
+    "current_key",
+    "manifest_key",
+    "parse_step_dir",
+    "part_key",
+    "session_dir",
+    "shard_key",
+    "step_dir",
+]
+
+CONTROL_DIR = RESERVED_PREFIX
 CURRENT_NAME = "current"
 RUNS_DIR = "runs"
 RUN_PIECE = 200
 
 
-def step_dir(run: str, step: int) -> str:
-    """All that belongs to one checkpoint."""
-    return f"{run}/step-{step:012d}"
-
-
-def session_dir(run: str, step: int, session: str) -> str:
-    """One session's files of one checkpoint."""
-    return f"{step_dir(run, step)}/{session8(session)}"
-
-
-def shard_key(run: str, step: int, session: str, name: str) -> str:
-    """The shard's plain bytes."""
-    return f"{session_dir(run, step, session)}/{name}"
-
-
 def part_key(run: str, step: int, session: str, writer: int) -> str:
     """The record that one writer's shards are verified on this tier."""
     return f"{session_dir(run, step, session)}/{CONTROL_DIR}/parts/{writer}.json"
-
-
-def manifest_key(run: str, step: int) -> str:
-    """The document that makes the checkpoint complete on this tier."""
-    return f"{step_dir(run, step)}/{MANIFEST_NAME}"
 
 
 def current_key(run: str, step: int) -> str:
@@ -68,12 +61,3 @@ def parse_run_key(key: str) -> str | None:
         return None
     run = unquote(key[len(prefix) : -len(".json")].replace("/", ""), errors="replace")
     return run if run and run_key(run) == key else None
-
-
-def parse_step_dir(segment: str) -> int | None:
-    """The step of a directory name, None where it is none."""
-    match = STEP_DIR.match(segment)
-    if match is None:
-        return None
-    step = int(match.group(1))
-    return step if f"step-{step:012d}" == segment and step < 2**64 else None

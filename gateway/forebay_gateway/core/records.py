@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from forebay_gateway.core.states import CopyState, ShardState
+from forebay_wire.packs import PackedShard
 
 
 class ShardKey(NamedTuple):
@@ -82,6 +83,20 @@ class PartRow(Row, frozen=True, array_like=True):
     shard_count: int = 0
     size: int = 0
     recorded: tuple[str, ...] = ()  # tiers on which its part record lies
+    packs: int = 0  # of `shard_count`, and the bytes of `size` that are theirs
+    packs_size: int = 0
+    packed: int = 0  # shards that lie in packs, and their bytes
+    packed_size: int = 0
+
+    @property
+    def visible_count(self) -> int:
+        """Shards as their writer put them: those in packs count, the packs do not."""
+        return self.shard_count - self.packs + self.packed
+
+    @property
+    def visible_size(self) -> int:
+        """Bytes of those."""
+        return self.size - self.packs_size + self.packed_size
 
     @property
     def is_adopted(self) -> bool:
@@ -90,7 +105,7 @@ class PartRow(Row, frozen=True, array_like=True):
 
 
 class ShardRow(Row, frozen=True, array_like=True):
-    """One shard. The chunk CRC table is kept apart (it is long and rarely needed)."""
+    """One shard, or a pack of them. Chunk CRC table and index are kept apart (they are long and rarely needed)."""
 
     session_id: int
     shard_id: int
@@ -101,6 +116,23 @@ class ShardRow(Row, frozen=True, array_like=True):
     crc32c: int
     state: ShardState
     disk_size: int  # of the cache file, footer and padding included; 0 where there is none
+    packed: int = 0  # shards in it, where it is a pack, and their bytes
+    packed_size: int = 0
+
+    @property
+    def is_pack(self) -> bool:
+        """Whether it holds other shards, and is none of its writer's own."""
+        return self.packed > 0
+
+    @property
+    def visible_count(self) -> int:
+        """Shards as their writer put them."""
+        return self.packed or 1
+
+    @property
+    def visible_size(self) -> int:
+        """Bytes of those."""
+        return self.packed_size if self.is_pack else self.size
 
     @property
     def key(self) -> ShardKey:
@@ -111,6 +143,33 @@ class ShardRow(Row, frozen=True, array_like=True):
     def is_cached(self) -> bool:
         """Whether the cache's own file may be read."""
         return self.state in (ShardState.SEALED, ShardState.EVICTABLE)
+
+
+class NamedShard(NamedTuple):
+    """A shard as its writer put it: a file of its own, or `packed` in the one that `row` stands for."""
+
+    row: ShardRow
+    packed: PackedShard | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the shard."""
+        return self.row.name if self.packed is None else self.packed.name
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shard."""
+        return self.row.size if self.packed is None else self.packed.size
+
+    @property
+    def crc32c(self) -> int:
+        """Of the shard."""
+        return self.row.crc32c if self.packed is None else self.packed.crc32c
+
+    @property
+    def writer(self) -> int:
+        """Whose it is."""
+        return self.row.writer
 
 
 class CopyRow(Row, frozen=True, array_like=True):

@@ -1,6 +1,6 @@
 """A writer closes its part: what it meant to put is compared with what is durable, then promised.
 
-    compare planned with landed -> part file durable -> catalog: part committed, its copies pending, synced -> ack
+    compare planned with landed -> small packs joined -> part file durable -> catalog: committed, copies pending, synced -> ack
 
 Owns this order, and the end of parts that are aborted or fall silent. The pending copies made here are the drain queue.
 """
@@ -16,13 +16,15 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
-from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
+from forebay_gateway.paths.join import Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node
-from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards
+from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards, inside
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
-from forebay_wire.manifest import PartRecord, ShardEntry
+from forebay_wire.manifest import PackEntry, PartRecord, ShardEntry
 from forebay_wire.names import file_and_directory
+from forebay_wire.packs import PackIndex
 
 log = logging.getLogger("forebay.commit")
 
@@ -54,6 +56,7 @@ class CommitPath:
     def __init__(self, node: Node, writes: WritePath) -> None:
         self._node = node
         self._writes = writes
+        self._joiner = Joiner(node, writes)
         self._turns: dict[tuple[int, int], tuple[asyncio.Lock, int]] = {}  # and how many hold or want it
 
     async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:
@@ -69,11 +72,12 @@ class CommitPath:
             with self._node.catalog.read() as txn:
                 row = txn.part(session_id, part.writer)
             landed = await all_shards(self._node, session_id, part.writer)
-            size = SHARD_BYTES * len(landed)
+            there = await inside(self._node, landed)
+            size = SHARD_BYTES * len(there)
             if row is None:
                 raise NotFound("the part was aborted", run=part.run, step=part.step, writer=part.writer)
             if row.state is PartState.COMMITTED:
-                if not await self._node.aside(size, lambda: same_content(expected, landed)):
+                if not await self._node.aside(size, lambda: same_content(expected, there)):
                     raise AlreadyExists(
                         "this part is committed with other content; save again under a new session",
                         run=part.run,
@@ -82,7 +86,9 @@ class CommitPath:
                         writer=part.writer,
                     )
             else:
-                await self._node.aside(size, lambda: compare(part, expected, landed))
+                await self._node.aside(size, lambda: compare(part, expected, there))
+                if await self._joiner.join(session_id, part):
+                    landed = await all_shards(self._node, session_id, part.writer)
                 await self._make_durable(part, session_id, landed, metadata_json)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell(session_id)
@@ -162,7 +168,7 @@ class CommitPath:
         await self._node.io.run(self._node.cache.unlink_many, paths)
         await self._node.io.run(self._node.cache.drop_session_dir, session_id)
         self._node.changes.tell()
-        return len(rows)
+        return sum(row.visible_count for row in rows)
 
     async def drop_silent(self) -> float | None:
         """Background step: drop open parts that nobody has written to for node.abandon_after. Never committed ones."""
@@ -216,12 +222,12 @@ def _inside(value: object) -> list[object]:
     return [inner for inner in value if isinstance(inner, dict | list)] if isinstance(value, list) else []
 
 
-def same_content(expected: Sequence[Expected], landed: Sequence[ShardRow]) -> bool:
+def same_content(expected: Sequence[Expected], landed: Sequence[NamedShard]) -> bool:
     """Whether both name the same shards with the same sizes and checksums."""
     return {(e.name, e.size, e.crc32c) for e in expected} == {(row.name, row.size, row.crc32c) for row in landed}
 
 
-def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[ShardRow]) -> None:
+def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[NamedShard]) -> None:
     """Planned = landed, by name, size and CRC; raises with the names that differ."""
     planned = {shard.name: shard for shard in expected}
     if len(planned) != len(expected):
@@ -265,22 +271,39 @@ async def part_document(node: Node, part: PartRef, rows: Sequence[ShardRow], met
 
 async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
     """Its content. Raises NotFound where a shard went meanwhile."""
-    tables: dict[ShardKey, bytes] = {}
+    tables: dict[ShardKey, tuple[bytes, PackIndex | None]] = {}
     for begin in range(0, len(rows), SHARDS_A_PAGE):
         with node.catalog.read() as txn:
-            tables.update((row.key, txn.chunks(row.key)) for row in rows[begin : begin + SHARDS_A_PAGE])
+            tables.update(_tables(txn, rows[begin : begin + SHARDS_A_PAGE]))
         await asyncio.sleep(0)
     return await node.aside(SHARD_BYTES * len(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
 
 
 def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
     """The same from one snapshot, for parts that are not long."""
-    return _record({row.key: txn.chunks(row.key) for row in rows}, node_id, part, rows, metadata_json)
+    return _record(_tables(txn, rows), node_id, part, rows, metadata_json)
+
+
+def _tables(txn: ReadTxn, rows: Sequence[ShardRow]) -> dict[ShardKey, tuple[bytes, PackIndex | None]]:
+    return {row.key: (txn.chunks(row.key), txn.pack_index(row.key) if row.is_pack else None) for row in rows}
 
 
 def _record(
-    tables: Mapping[ShardKey, bytes], node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str
+    tables: Mapping[ShardKey, tuple[bytes, PackIndex | None]],
+    node_id: str,
+    part: PartRef,
+    rows: Sequence[ShardRow],
+    metadata_json: str,
 ) -> PartRecord:
+    shards: list[ShardEntry] = []
+    packs: list[PackEntry] = []
+    for row in sorted(rows, key=lambda row: row.name):
+        chunks, index = tables[row.key]
+        entry = ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, chunks)
+        if index is None:
+            shards.append(entry)
+        else:
+            packs.append(PackEntry(entry, index))
     return PartRecord(
         run=part.run,
         step=part.step,
@@ -288,9 +311,7 @@ def _record(
         writer=part.writer,
         writers=part.writers,
         node=node_id,
-        shards=tuple(
-            ShardEntry(row.name, row.size, row.crc32c, row.chunk_size, tables[row.key])
-            for row in sorted(rows, key=lambda row: row.name)
-        ),
+        shards=tuple(shards),
         metadata=json.loads(metadata_json or "{}"),
+        packs=tuple(packs),
     )

@@ -458,7 +458,7 @@ class Announcer:
         return found
 
     async def _announce(self, tier: MonitoredTier, session: SessionRow, part: PartRow) -> None:
-        body = {"node": self._node.id, "writer": part.writer, "shards": part.shard_count, "size": part.size}
+        body = {"node": self._node.id, "writer": part.writer, "shards": part.visible_count, "size": part.visible_size}
         key = announce_key(session.run, session.step, session.session, part.writer)
         await tier.tier.put_small(key, json.dumps(body, sort_keys=True).encode())
         self._told.add((session.id, part.writer))

@@ -68,7 +68,7 @@ class Evictor:
             for begin in range(0, len(rows), BATCH_SHARDS_MAX):
                 batch = rows[begin : begin + BATCH_SHARDS_MAX]
                 freed += await uncut(self._evict_rows(batch))
-                shards += len(batch)
+                shards += sum(row.visible_count for row in batch)
         return shards, freed
 
     async def evict(self, wanted: int) -> int:

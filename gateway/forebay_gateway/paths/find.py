@@ -21,6 +21,7 @@ from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_comp
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError, ShardEntry
 from forebay_wire.names import InvalidName, check_run
+from forebay_wire.packs import PackIndex
 
 log = logging.getLogger("forebay.find")
 
@@ -125,10 +126,10 @@ class Finder:
             return session
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        shards = list(manifest.shards())
+        files = list(manifest.files())
         opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
-        for begin in range(0, len(shards), ADOPTED_AT_ONCE):  # whoever waits for an acknowledgement has a turn between
-            some = shards[begin : begin + ADOPTED_AT_ONCE]
+        for begin in range(0, len(files), ADOPTED_AT_ONCE):  # whoever waits for an acknowledgement has a turn between
+            some = files[begin : begin + ADOPTED_AT_ONCE]
             await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
         adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
@@ -309,6 +310,10 @@ def is_run(name: str) -> bool:
 
 
 def _adopt_some(
-    session_id: int, tier: str, shards: Sequence[tuple[int, ShardEntry]], new_id: Callable[[], int], txn: WriteTxn
+    session_id: int,
+    tier: str,
+    files: Sequence[tuple[int, ShardEntry, PackIndex | None]],
+    new_id: Callable[[], int],
+    txn: WriteTxn,
 ) -> None:
-    txn.adopt_shards(session_id, tier, shards, new_id)
+    txn.adopt_shards(session_id, tier, files, new_id)

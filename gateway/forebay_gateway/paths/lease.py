@@ -190,7 +190,10 @@ class Leases:
         with self._opening(ticket) as peer:
             if source not in ("", "auto", "cache"):
                 raise Unsupported("only the cache's files can be read over the fd lane", source=source)
-            row, found = await self._reads.locate(run, step, session, name)
+            shard, found = await self._reads.locate(run, step, session, name)
+            if shard.packed is not None:
+                raise Unsupported("a shard in a pack comes by stream", name=name)
+            row = shard.row
             if offset + length > row.size:
                 raise InvalidArgument(f"the range ends behind the shard {name!r}", offset=offset, length=length, size=row.size)
             item = self._reads.item(found, row)

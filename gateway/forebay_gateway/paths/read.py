@@ -4,11 +4,13 @@
     at the same chunk -> only when none is left: Corrupt or Unavailable, naming what was tried
 
 A shard that is wanted whole and not in the cache is fetched into it by a mover first (one fetch for all who ask), then served
-like any other; a small range, or a full cache, streams through. Owns that choice and the fall-over.
+like any other; a small range, or a full cache, streams through. So do the first few shards read out of a pack; then the pack is
+fetched. Owns that choice and the fall-over.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from forebay_gateway.core.errors import (
     from_record,
 )
 from forebay_gateway.core.layout import shard_key
-from forebay_gateway.core.records import CopyRow, SessionRow, ShardKey, ShardRow
+from forebay_gateway.core.records import CopyRow, NamedShard, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
@@ -41,10 +43,13 @@ from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import unpack_chunk_crcs
+from forebay_wire.packs import PackedShard
 
 log = logging.getLogger("forebay.read")
 
 SMALL_RANGE_BYTES = 16 << 20  # a range below this is not worth fetching a larger shard for
+ASKED_OFTEN = 8  # shards read out of a pack on a tier: the rest of it will be wanted too
+ASKED_PACKS_MAX = 4096
 CACHED_STATES = (ShardState.SEALED, ShardState.EVICTABLE)
 
 
@@ -71,25 +76,57 @@ class ReadPath:
         self._finder = finder
         self._evictor = evictor
         self._fetches: dict[ShardKey, asyncio.Task[bool]] = {}
+        self._asked: Counter[ShardKey] = Counter()  # packs, by how many of their shards were read since they were fetched
 
     async def read(
         self, run: str, step: int, session: str, name: str, offset: int, length: int | None, source: str
     ) -> AsyncGenerator[Piece, None]:
         """The bytes of a range, in order. `source` is "auto", "cache" or a tier's name, which alone is then asked."""
-        row, found = await self.locate(run, step, session, name)
-        end = row.size if length is None else offset + length
-        if offset > row.size or end > row.size:
-            raise InvalidArgument(f"the range ends behind the shard {name!r}", offset=offset, length=length, size=row.size)
+        shard, found = await self.locate(run, step, session, name)
+        end = shard.size if length is None else offset + length
+        if offset > shard.size or end > shard.size:
+            raise InvalidArgument(f"the range ends behind the shard {name!r}", offset=offset, length=length, size=shard.size)
         if source not in ("", "auto", "cache"):
             self._node.tier(source)
         if end == offset:
             return
-        stream = _Stream(self, row, self.item(found, row), found, offset, end)
+        if shard.packed is not None:
+            yield await self._from_pack(shard.row, shard.packed, found, offset, end, source or "auto")
+            return
+        stream = _Stream(self, shard.row, self.item(found, shard.row), found, offset, end)
         async with aclosing(stream.pieces(source or "auto")) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def locate(self, run: str, step: int, session: str, name: str) -> tuple[ShardRow, SessionRow]:
+    async def _from_pack(
+        self, row: ShardRow, packed: PackedShard, session: SessionRow, offset: int, end: int, source: str
+    ) -> Piece:
+        """A shard in a pack is small: it is read whole, so that its own checksum too is proved before a byte of it goes out."""
+        self._note_asked(row.key)
+        stream = _Stream(self, row, self.item(session, row), session, packed.offset, packed.offset + packed.size, packed.name)
+        whole = bytearray()
+        async with aclosing(stream.pieces(source)) as pieces:
+            async for piece in pieces:
+                whole += piece.data
+                piece.release()
+        if crc32c(whole) != packed.crc32c:
+            raise Corrupt("the catalog's index of a pack does not fit its bytes; rebuild the catalog", name=packed.name)
+        data = memoryview(whole)[offset:end]
+        return Piece(offset, crc32c(data), data, memoryview(whole))
+
+    def _note_asked(self, key: ShardKey) -> None:
+        if len(self._asked) >= ASKED_PACKS_MAX and key not in self._asked:
+            self._asked.clear()
+        self._asked[key] += 1
+
+    def asked_often(self, key: ShardKey) -> bool:
+        """Whether so many shards of this pack were asked for that it is better fetched whole; then counted anew."""
+        if self._asked[key] < ASKED_OFTEN:
+            return False
+        del self._asked[key]
+        return True
+
+    async def locate(self, run: str, step: int, session: str, name: str) -> tuple[NamedShard, SessionRow]:
         """The shard of a complete session ("": of the one that is complete); raises NotFound, Incomplete, Unavailable."""
         found: SessionRow | None = None
         if session:
@@ -103,10 +140,10 @@ class ReadPath:
             if session and found.session != session:
                 raise NotFound(f"session {session!r} of this step is not complete", run=run, step=step)
         with self._node.catalog.read() as txn:
-            row = txn.shard_by_name(found.id, name)
-        if row is None:
+            shard = txn.named(found.id, name)
+        if shard is None:
             raise NotFound(f"the checkpoint has no shard {name!r}", run=run, step=step)
-        return row, found
+        return shard, found
 
     def item(self, session: SessionRow, row: ShardRow) -> ShardItem:
         """The shard with its checksums."""
@@ -322,8 +359,11 @@ class _FetchReports:
 class _Stream:
     """One read under way: where it is, and what has been tried."""
 
-    def __init__(self, path: ReadPath, row: ShardRow, item: ShardItem, session: SessionRow, offset: int, end: int) -> None:
+    def __init__(
+        self, path: ReadPath, row: ShardRow, item: ShardItem, session: SessionRow, offset: int, end: int, name: str = ""
+    ) -> None:
         self._path, self._row, self._item, self._session = path, row, item, session
+        self._name = name or row.name
         self._offset, self._end = offset, end
         self._at = offset // item.chunk_size  # the next chunk
         self._stop = -(-end // item.chunk_size)
@@ -364,7 +404,7 @@ class _Stream:
             log.warning("the cache could not be read, going on from a tier key=%s error=%s", self._item.key, error)
 
     def _worth_fetching(self) -> bool:
-        return is_worth_fetching(self._row, self._end - self._offset)
+        return is_worth_fetching(self._row, self._end - self._offset) or self._path.asked_often(self._row.key)
 
     async def _try_tier(self, tier: MonitoredTier) -> AsyncGenerator[Piece, None]:
         item = self._item
@@ -400,7 +440,7 @@ class _Stream:
     def _failure(self, source: str) -> ForebayError:
         self._note_quarantined(source)
         tried = ", ".join(f"{name}: {error.sentence}" for name, error in self._errors.items()) or "no copy is there"
-        details: dict[str, Any] = {"name": self._row.name, "chunk": self._at}
+        details: dict[str, Any] = {"name": self._name, "chunk": self._at}
         if self._errors and all(isinstance(error, Corrupt | NotFound) for error in self._errors.values()):
             away = self._path.unreachable()
             if source != "auto" or not away:

@@ -14,9 +14,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from forebay_gateway.cache.footer import Footer, disk_size, find_footer
 from forebay_gateway.cache.layout import FoundFile
-from forebay_gateway.catalog import ReadTxn, WriteTxn
+from forebay_gateway.cache.packs import read_index
+from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row
 from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, Unavailable
 from forebay_gateway.core.layout import announce_key, manifest_key, part_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
@@ -29,7 +32,8 @@ from forebay_gateway.paths.handover import take_clean
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import pages
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import ManifestError, PartRecord, ShardEntry
+from forebay_wire.manifest import ManifestError, PartRecord
+from forebay_wire.packs import PackIndex, is_pack_name
 
 log = logging.getLogger("forebay.recover")
 
@@ -204,7 +208,8 @@ def _is_going(txn: ReadTxn, row: ShardRow) -> bool:
 
 async def _adopt_files(node: Node, strangers: Sequence[FoundFile]) -> None:
     """Sealed files that the catalog does not know."""
-    for file in strangers:
+    # Newest first: a pack that was made by joining others comes before what is left of them, and holds all that they held.
+    for file in sorted(strangers, key=lambda file: file.shard_id or 0, reverse=True):
         with node.catalog.read() as txn:
             row = txn.shard(ShardKey(file.session_id or 0, file.shard_id or 0))
         if row is None or not row.disk_size:
@@ -214,8 +219,8 @@ async def _adopt_files(node: Node, strangers: Sequence[FoundFile]) -> None:
 async def adopt_or_drop(node: Node, file: FoundFile) -> None:
     """A sealed file without a row: by its footer it is an acknowledged shard, or nothing that anybody was promised."""
     try:
-        footer, chunks = await node.io.run(_read_footer, file.path)
-        await node.catalog.write(partial(_adopt, file, footer, chunks))
+        footer, chunks, index = await node.io.run(_read_footer, file.path)
+        await node.catalog.write(partial(_adopt, file, footer, chunks, index))
         node.budget.adopted(file.size)
         log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
     except (ForebayError, OSError) as error:
@@ -223,15 +228,17 @@ async def adopt_or_drop(node: Node, file: FoundFile) -> None:
         await node.io.run(node.cache.unlink, file.path)
 
 
-def _read_footer(path: Path) -> tuple[Footer, bytes]:
+def _read_footer(path: Path) -> tuple[Footer, bytes, PackIndex | None]:
+    """Footer and chunk table; of a pack its index too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return find_footer(descriptor, os.fstat(descriptor).st_size)
+        footer, chunks = find_footer(descriptor, os.fstat(descriptor).st_size)
+        return footer, chunks, read_index(descriptor, footer.size) if is_pack_name(footer.name) else None
     finally:
         os.close(descriptor)
 
 
-def _adopt(file: FoundFile, footer: Footer, chunks: bytes, txn: WriteTxn) -> None:
+def _adopt(file: FoundFile, footer: Footer, chunks: bytes, index: PackIndex | None, txn: WriteTxn) -> None:
     assert file.session_id is not None
     assert file.shard_id is not None
     session = txn.open_session(footer.run, footer.step, footer.session, footer.writers, session_id=file.session_id)
@@ -256,8 +263,11 @@ def _adopt(file: FoundFile, footer: Footer, chunks: bytes, txn: WriteTxn) -> Non
             crc32c=footer.crc32c,
             state=ShardState.SEALED,
             disk_size=file.size,
+            packed=0 if index is None else len(index),
+            packed_size=0 if index is None else index.size,
         ),
         chunks,
+        index,
     )
 
 
@@ -272,7 +282,7 @@ async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
             continue
         try:
             record = PartRecord.from_json(await node.io.run(file.path.read_bytes))
-            new_ids = [node.catalog.new_id() for _ in record.shards]
+            new_ids = [node.catalog.new_id() for _ in record.files()]
             await node.catalog.write(partial(_commit, node, file, record, new_ids))
             log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
         except (ManifestError, ForebayError, OSError) as error:
@@ -284,14 +294,14 @@ def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[i
     """Shards without a file were evicted. Whether they, and all others, are on the tiers is asked there before any is put."""
     assert file.session_id is not None
     there = {row.name: (row.size, row.crc32c) for row in txn.shards(file.session_id, record.writer)}
-    wanted = {shard.name: (shard.size, shard.crc32c) for shard in record.shards}
+    wanted = {shard.name: (shard.size, shard.crc32c) for shard, _ in record.files()}
     if not there.items() <= wanted.items():
         raise Corrupt("the shards in the cache are not those of the part file")
     session = txn.open_session(record.run, record.step, record.session, record.writers, session_id=file.session_id)
     txn.open_part(session.id, record.writer)
-    for shard_id, shard in zip(new_ids, record.shards, strict=True):
+    for shard_id, (shard, index) in zip(new_ids, record.files(), strict=True):
         if shard.name not in there:
-            _add_evicted(txn, ShardKey(session.id, shard_id), record.writer, shard)
+            _add_evicted(txn, evicted_row(ShardKey(session.id, shard_id), record.writer, shard, index), shard.chunks, index)
     txn.commit_part(session.id, record.writer, json.dumps(record.metadata), node.tier_names, file.commit_seq)
     for row in list(txn.shards(session.id, record.writer)):
         for tier, copy in txn.copies(row.key).items():
@@ -299,11 +309,10 @@ def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[i
                 txn.copy_event(row.key, tier, CopyEvent.START)
 
 
-def _add_evicted(txn: WriteTxn, key: ShardKey, writer: int, shard: ShardEntry) -> None:
-    row = ShardRow(*key, writer, shard.name, shard.size, shard.chunk_size, shard.crc32c, ShardState.SEALED, 0)
-    txn.seal(row, shard.chunks)
+def _add_evicted(txn: WriteTxn, row: ShardRow, chunks: bytes, index: PackIndex | None) -> None:
+    txn.seal(replace(row, state=ShardState.SEALED), chunks, index)
     for event in (ShardEvent.MISMATCH, ShardEvent.EVICT, ShardEvent.UNLINKED):
-        txn.shard_event(key, event)
+        txn.shard_event(row.key, event)
 
 
 # -- copies that were under way when the last process ended ------------------------------------------------------------

@@ -72,14 +72,14 @@ class Retention:
                 run=run,
                 step=step,
             )
-        size = sum(shard.size for shard in shards)
+        count, size = sum(shard.visible_count for shard in shards), sum(shard.visible_size for shard in shards)
         if dry_run:
             levels = tuple(["cache"] * any(shard.disk_size for shard in shards)) + self._node.tier_names
-            return Deletion(len(shards), size, levels, ())
+            return Deletion(count, size, levels, ())
         await self._node.catalog.write(lambda txn: txn.mark_deleting(run, step))
         self._node.changes.tell()
         done, pending = await self._finish(row)
-        return Deletion(len(shards), size, done, pending)
+        return Deletion(count, size, done, pending)
 
     async def step(self) -> float | None:
         """Background: go on with deletions that a crash or an absent tier interrupted."""

@@ -4,13 +4,16 @@ Owns the words. A view is made of look-ups, however many shards there are. Reads
 tiers before.
 """
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState, SessionRow, ShardRow
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
+from forebay_wire.packs import PackIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +88,19 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
             word = "draining" if done < size else "pending"
         views.append(LevelView(tier.name, word, done, size, "" if tier.usable else f"{tier.state.value}: {tier.reason}"))
     return views
+
+
+def listed(txn: ReadTxn, session: SessionRow) -> Iterator[NamedShard]:
+    """All shards of the session by name, those in packs among the others. Outlives the snapshot; holds indexes, not names."""
+    rows = list(txn.shards(session.id))
+    plain = sorted((NamedShard(row) for row in rows if not row.is_pack), key=_name_of)
+    packs = [_inside(row, txn.pack_index(row.key)) for row in rows if row.is_pack]
+    return heapq.merge(plain, *packs, key=_name_of)
+
+
+def _inside(row: ShardRow, index: PackIndex) -> Iterator[NamedShard]:
+    return (NamedShard(row, packed) for packed in index)
+
+
+def _name_of(shard: NamedShard) -> str:
+    return shard.name

@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from forebay_gateway.admission.budget import Reservation, disk_full_reason
-from forebay_gateway.base.tasks import uncut
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
@@ -31,20 +29,19 @@ from forebay_gateway.core.errors import (
     Unavailable,
 )
 from forebay_gateway.core.layout import announce_key, shard_key
-from forebay_gateway.core.records import PartState, ShardKey, ShardRow
+from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import Identity
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
+from forebay_wire.packs import PackIndex, pack_name
 
 log = logging.getLogger("forebay.write")
 
 MAX_WRITERS = 1 << 20
-SMALL_SHARDS_MAX = 5000  # in one request: they are looked up, claimed and written as one group
 GROWTH_BYTES_MAX = 64 << 20  # reserved at a time for a stream whose length is not known; less in a small cache
-SMALL_WRITES_AT_ONCE = 16
 S3_KEY_BYTES_MAX = 1024  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html
 DISK_FULL_RETRY_S = 5.0
 
@@ -80,15 +77,6 @@ class Receipt:
     name: str
     size: int
     crc32c: int
-
-
-@dataclass(frozen=True, slots=True)
-class SmallShard:
-    """A whole shard in one message."""
-
-    name: str
-    crc32c: int
-    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,72 +178,6 @@ class WritePath:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
-    # -- many small shards ---------------------------------------------------------------------------------------------
-
-    async def put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
-        """All of them durable, or none taken. One catalog transaction for the group."""
-        names = Counter(self._check_name(part, shard.name) for shard in shards)
-        if len(names) != len(shards):
-            raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
-        for shard in shards:
-            if crc32c(shard.data) != shard.crc32c:
-                raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
-        with self._node.disk_refusals_shown():
-            return await self._put_small(part, shards)
-
-    async def _put_small(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
-        session_id = await self.open_part(part)
-        fresh = [shard for shard in shards if not self._same_already(session_id, part, shard)]
-        if fresh:
-            # Shielded: a client that goes away must not cut the group between its files and the catalog.
-            await uncut(self._write_group(session_id, part, fresh))
-        return [Receipt(shard.name, len(shard.data), shard.crc32c) for shard in shards]
-
-    def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
-        existing = self._existing(session_id, part, shard.name)
-        if existing is None:
-            return False
-        Existing(Receipt(existing.name, existing.size, existing.crc32c)).compare(len(shard.data), shard.crc32c)
-        return True
-
-    async def _write_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard]) -> None:
-        chunk_size = self._node.config.cache.chunk_size
-        slots = asyncio.Semaphore(SMALL_WRITES_AT_ONCE)
-        written: list[ShardRow] = []
-        tables: dict[ShardKey, bytes] = {}
-
-        async def write(shard: SmallShard) -> None:
-            async with slots:
-                key = ShardKey(session_id, self._node.catalog.new_id())
-                size = len(shard.data)
-                writer = await ShardWriter.create(self._node.cache, self._node.io, key, size=size, chunk_size=chunk_size)
-                try:
-                    for offset in range(0, size, chunk_size):
-                        piece = shard.data[offset : offset + chunk_size]
-                        await writer.write_chunk(shard.crc32c if len(piece) == size else crc32c(piece), piece)
-                    sealed = await writer.seal(identity(part, shard.name), size=size, crc32c=shard.crc32c)
-                except BaseException:
-                    await writer.discard()
-                    raise
-                written.append(shard_row(key, part, shard.name, chunk_size, sealed))
-                tables[key] = sealed.chunks
-
-        with contextlib.ExitStack() as claims:
-            for shard in shards:
-                claims.enter_context(self._claim(session_id, part, shard.name))
-            reservation = await self.reserve(sum(disk_size(len(shard.data), chunk_size) for shard in shards))
-            try:
-                try:
-                    await all_or_none([write(shard) for shard in shards])
-                except BaseException:
-                    await self._drop_files([row.key for row in written])
-                    raise
-                await self.record(part.writer, [(row, tables[row.key]) for row in written])
-            except BaseException:
-                reservation.release()
-                raise
-            reservation.settle(sum(row.disk_size for row in written))
-
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _check_name(self, part: PartRef, name: str) -> str:
@@ -265,7 +187,8 @@ class WritePath:
         check_name(name)
         shard = shard_key(part.run, part.step, part.session, name)
         announcement = announce_key(part.run, part.step, part.session, part.writer)
-        length = max(len(shard.encode()), len(announcement.encode()))
+        pack = shard_key(part.run, part.step, part.session, pack_name(part.writer, "0" * 16))
+        length = max(len(key.encode()) for key in (shard, announcement, pack))
         if length > self._key_bytes_max:
             raise InvalidArgument(
                 f"run and shard name together are too long for an object store's keys: {name!r}",
@@ -317,9 +240,9 @@ class WritePath:
         for key in [key for key in self._last_heard_s if key not in parts and key not in self._streaming]:
             del self._last_heard_s[key]
 
-    def _existing(self, session_id: int, part: PartRef, name: str) -> ShardRow | None:
+    def _existing(self, session_id: int, part: PartRef, name: str) -> NamedShard | None:
         with self._node.catalog.read() as txn:
-            row = txn.shard_by_name(session_id, name)
+            row = txn.named(session_id, name)
             state = txn.part(session_id, part.writer)
         if row is not None and row.writer != part.writer:
             raise AlreadyExists(f"shard {name!r} of this checkpoint was put by another writer", writer=row.writer)
@@ -353,8 +276,11 @@ class WritePath:
             reason = disk_full_reason(self._node.cache.free_on_disk, reserve)
             raise DiskFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
 
-    async def record(self, writer: int, rows: Sequence[tuple[ShardRow, bytes]]) -> None:
-        """The files are durable; make the catalog say so, synced. The files are dropped where it refuses."""
+    async def record(
+        self, writer: int, rows: Sequence[tuple[ShardRow, bytes]], indexes: Mapping[ShardKey, PackIndex] | None = None
+    ) -> None:
+        """The files are durable; make the catalog say so, synced: rows with chunk tables, and the `indexes` of those that are
+        packs. The files are dropped where it refuses."""
 
         def act(txn: WriteTxn) -> None:
             for row, chunks in rows:
@@ -363,16 +289,16 @@ class WritePath:
                     raise NotFound("the part was aborted while this shard was on its way", writer=writer)
                 if part.state is PartState.COMMITTED:
                     raise AlreadyExists("the part was committed while this shard was on its way", writer=writer)
-                txn.seal(row, chunks)
+                txn.seal(row, chunks, (indexes or {}).get(row.key))
 
         try:
             await self._node.catalog.write(act)
         except BaseException:
             if not self._node.catalog.is_failed:  # else it may hold them; recovery compares
-                await self._drop_files([row.key for row, _ in rows])
+                await self.drop_files([row.key for row, _ in rows])
             raise
 
-    async def _drop_files(self, keys: Sequence[ShardKey]) -> None:
+    async def drop_files(self, keys: Sequence[ShardKey]) -> None:
         """Of shards that were not acknowledged; why they were not is what the caller hears."""
         paths = [self._node.cache.shard_path(key) for key in keys]
         try:
@@ -500,12 +426,6 @@ class Incoming:
             self._admitted.give_back()
 
 
-def check_group(count: int) -> None:
-    """Raise InvalidArgument for more small shards than one request may have."""
-    if count > SMALL_SHARDS_MAX:
-        raise InvalidArgument(f"a request has at most {SMALL_SHARDS_MAX} shards; send several", shards=count)
-
-
 def check_name(name: str) -> str:
     """The shard's name, or InvalidArgument."""
     try:
@@ -532,15 +452,3 @@ def shard_row(key: ShardKey, part: PartRef, name: str, chunk_size: int, sealed: 
         state=ShardState.SEALED,
         disk_size=sealed.disk_size,
     )
-
-
-async def all_or_none(acts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all together; on the first error the others are cancelled and awaited before it is raised."""
-    running = [asyncio.ensure_future(act) for act in acts]
-    try:
-        await asyncio.gather(*running)
-    except BaseException:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        raise

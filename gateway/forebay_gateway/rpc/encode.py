@@ -3,13 +3,12 @@
 Owns the translation, and nothing else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from forebay_gateway.admission.budget import Pressure
 from forebay_gateway.cache.footer import BLOCK
-from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import ShardRow
+from forebay_gateway.core.records import CopyRow, NamedShard
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView
 from forebay_gateway.paths.write import PartRef, Receipt
@@ -59,15 +58,15 @@ def checkpoint(value: CheckpointView) -> pb.Checkpoint:
     )
 
 
-def shard(txn: ReadTxn, row: ShardRow) -> pb.ShardInfo:
-    """One shard, with the state of each copy."""
+def shard(value: NamedShard, copies: Mapping[str, CopyRow]) -> pb.ShardInfo:
+    """One shard, with the state of each copy; of one in a pack, the pack's."""
     return pb.ShardInfo(
-        name=row.name,
-        size=row.size,
-        crc32c=row.crc32c,
-        writer=row.writer,
-        state=row.state.value,
-        copies={tier: copy.state.value for tier, copy in txn.copies(row.key).items()},
+        name=value.name,
+        size=value.size,
+        crc32c=value.crc32c,
+        writer=value.writer,
+        state=value.row.state.value,
+        copies={tier: copy.state.value for tier, copy in copies.items()},
     )
 
 

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
@@ -15,13 +17,15 @@ from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards
+from forebay_gateway.paths.pages import SHARDS_A_PAGE
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
-from forebay_gateway.paths.view import CheckpointView, view
+from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
+from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
-from forebay_gateway.paths.write import Existing, Incoming, SmallShard, WritePath, check_group
+from forebay_gateway.paths.write import Existing, Incoming, WritePath
 from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.receiving import Receiving
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, check_formed, streams
 from forebay_wire.frames import ChunkFrame, FrameError, decode_put_request, encode_read_chunk
@@ -40,6 +44,7 @@ class Paths:
     """The story, as the services call it."""
 
     write: WritePath
+    small: SmallPath
     commit: CommitPath
     find: Finder
     read: ReadPath
@@ -55,6 +60,7 @@ class GatewayService:
         self._node = node
         self._paths = paths
         self.sending = Sending(node.config.node.stream_timeout)
+        self._receiving = Receiving()
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -109,14 +115,19 @@ class GatewayService:
     ) -> AsyncGenerator[pb.PutManyResponse, None]:
         """See gateway.proto."""
         part: pb.PartRef | None = None
-        while (request := await _next_message(requests, self._node.config.node.stream_timeout)) is not None:
-            if request.HasField("part"):
-                part = request.part
-            if part is None:
-                raise InvalidArgument("the first message of a PutMany stream names the part")
-            check_group(len(request.shards))
-            shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
-            receipts = await self._paths.write.put_small(encode.part_ref(part), shards)
+        receive = partial(_next_message, requests, self._node.config.node.stream_timeout)
+        while True:
+            async with self._receiving.next(receive, _bytes_of) as request:
+                if request is None:
+                    return
+                if request.HasField("part"):
+                    part = request.part
+                if part is None:
+                    raise InvalidArgument("the first message of a PutMany stream names the part")
+                check_group(len(request.shards))
+                shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
+                receipts = await self._paths.small.put(encode.part_ref(part), shards)
+                del request, shards  # not held while the next one is waited for
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
 
     @answers
@@ -247,11 +258,11 @@ class GatewayService:
             session = txn.find_session(request.run, request.step, request.session) if request.session else found.session
             if session is None:
                 raise NotFound(f"no session {request.session!r} of this step is known here")
-        rows = sorted(await all_shards(self._node, session.id), key=lambda row: row.name)
-        for begin in range(0, len(rows), SHARDS_A_PAGE):
+            shards = listed(txn, session)
+        while page := list(islice(shards, SHARDS_A_PAGE)):
             with self._node.catalog.read() as txn:
-                page = [encode.shard(txn, row) for row in rows[begin : begin + SHARDS_A_PAGE]]
-            yield pb.ListShardsResponse(shards=page)
+                copies = {shard.row.key: txn.copies(shard.row.key) for shard in page}
+            yield pb.ListShardsResponse(shards=[encode.shard(shard, copies[shard.row.key]) for shard in page])
 
     @streams
     async def ListCheckpoints(
@@ -332,6 +343,10 @@ class GatewayService:
             check_run(run)
         except InvalidName as error:
             raise InvalidArgument(str(error)) from error
+
+
+def _bytes_of(message: Any | None) -> int:
+    return 0 if message is None else int(message.ByteSize())
 
 
 async def _next_frame(requests: AsyncIterator[Any], deadline_s: float) -> ChunkFrame | pb.PutHeader | pb.PutTrailer:

@@ -83,7 +83,8 @@ def same_part(one: PartRecord, other: PartRecord) -> bool:
 
     def content(record: PartRecord) -> tuple[object, ...]:
         head = (record.run, record.step, record.session, record.writer, record.writers)
-        return (*head, frozenset((shard.name, shard.size, shard.crc32c, shard.chunks) for shard in record.shards))
+        files = frozenset((file.name, file.size, file.crc32c, file.chunks, index) for file, index in record.files())
+        return (*head, files)
 
     return content(one) == content(other)
 

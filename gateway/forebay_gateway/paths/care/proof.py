@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from forebay_gateway.cache.footer import find_footer
+from forebay_gateway.cache.packs import read_index
 from forebay_gateway.cache.reader import ShardReader
 from forebay_gateway.core.errors import Corrupt, ErrorRecord, ForebayError, Unavailable, from_record
 from forebay_gateway.core.records import SessionRow, ShardRow
@@ -19,6 +20,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c_of_chunks
 from forebay_wire.manifest import unpack_chunk_crcs
+from forebay_wire.packs import PackIndex
 
 # A check takes its place in the lane that drains to the tier: short jobs, so that neither waits long for the other.
 ITEMS_A_JOB = 32
@@ -65,6 +67,10 @@ async def _read(node: Node, session: SessionRow, row: ShardRow, item: ShardItem,
         await reader.close()
     if end == count:
         await node.io.run(_check_tail, path, node.cache.direct_io, session, row, item.chunks)
+        if row.is_pack:
+            with node.catalog.read() as txn:
+                index = txn.pack_index(row.key)
+            await node.io.run(_check_index, path, row, index)
     return total
 
 
@@ -84,6 +90,17 @@ def _check_tail(path: Path, direct_io: bool, session: SessionRow, row: ShardRow,
         raise Corrupt("the cache file's footer is another shard's", path=path)
     if table != chunks:
         raise Corrupt("the cache file's chunk table differs from the catalog's", path=path)
+
+
+def _check_index(path: Path, row: ShardRow, index: PackIndex) -> None:
+    """What the catalog says of a pack's content, against the pack itself, whose bytes are proved by now."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = read_index(descriptor, row.size)
+    finally:
+        os.close(descriptor)
+    if found != index:
+        raise Unavailable("the catalog's index of this pack is not the pack's own; rebuild the catalog", name=row.name)
 
 
 def batches(items: Sequence[tuple[ShardRow, ShardItem]]) -> list[list[tuple[ShardRow, ShardItem]]]:

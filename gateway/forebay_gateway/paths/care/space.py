@@ -46,12 +46,13 @@ class Space:
             shards, size = shards + count, size + freed
         with self._node.catalog.read() as txn:
             left = [row for session in sessions for row in txn.shards(session.id) if row.disk_size]
-        dirty = sum(row.state is ShardState.SEALED for row in left)
-        bad = sum(row.state is ShardState.QUARANTINED for row in left)
+        dirty = sum(row.visible_count for row in left if row.state is ShardState.SEALED)
+        bad = sum(row.visible_count for row in left if row.state is ShardState.QUARANTINED)
+        count = sum(row.visible_count for row in left)
         reasons = [f"{dirty} not yet on every required tier"] * bool(dirty) + [f"{bad} in quarantine"] * bool(bad)
-        if len(left) > dirty + bad:
-            reasons.append(f"{len(left) - dirty - bad} being read")
-        return Moved(shards, size, len(left), ", ".join(reasons))
+        if count > dirty + bad:
+            reasons.append(f"{count - dirty - bad} being read")
+        return Moved(shards, size, count, ", ".join(reasons))
 
     async def warm_up(self, run: str, step: int) -> Moved:
         """Fetch what is not in the cache. Raises NotFound, Unavailable where nothing could be fetched."""
@@ -63,8 +64,8 @@ class Space:
             with self._node.catalog.read() as txn:
                 item = shard_item(txn, session, row)
             if row.state in (ShardState.EVICTED, ShardState.QUARANTINED) and await self._reads.fetch(session, row, item):
-                shards, size = shards + 1, size + row.size
-        left = len(rows) - shards
+                shards, size = shards + row.visible_count, size + row.visible_size
+        left = sum(row.visible_count for row in rows) - shards
         reason = "the cache has no room, or no tier could serve them; the gateway's log says why" if left else ""
         if left and not shards:
             raise Unavailable(f"no shard could be fetched: {reason}", retry_after_s=5.0, shards=left)

@@ -1,0 +1,82 @@
+"""Packs in the cache: many small shards written as one file, and the index read back from it.
+
+Owns how a pack's bytes are put together and checked on the way. Does not own the format (forebay_wire.packs), nor the file:
+that is a shard's like any other (writer.py, footer.py), whole and synced under its name or not there at all. So a pack is never
+open: what was not acknowledged together is never in one file with what was.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+
+from forebay_gateway.cache.footer import ShardIdentity
+from forebay_gateway.cache.io import IoPool
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.cache.writer import SealedFile, ShardWriter
+from forebay_gateway.core.errors import Corrupt
+from forebay_gateway.core.records import ShardKey
+from forebay_wire.checksums import crc32c, crc32c_of_chunks
+from forebay_wire.packs import HEAD_BYTES, PackError, PackIndex, decode_head, encode_head, head_bytes, index_bytes
+
+# A byte of a packed shard is proved by its whole chunk: 4 KiB out of a pack costs a read of this much, from the disk or a tier.
+PACK_CHUNK_SIZE = 256 << 10
+
+
+def pack_size(shards: Iterable[tuple[str, int, int]]) -> int:
+    """Bytes of a pack of these (name, size, CRC32C)."""
+    given = list(shards)
+    return head_bytes(given) + sum(size for _, size, _ in given)
+
+
+async def write_pack(
+    cache: CacheDir,
+    pool: IoPool,
+    key: ShardKey,
+    identity: ShardIdentity,
+    index: PackIndex,
+    bodies: Iterable[tuple[int, memoryview]],
+) -> SealedFile:
+    """A pack, durable under its name. `bodies` are (CRC32C, bytes) in the order of the index's offsets.
+
+    Raises Corrupt where one does not match its CRC32C, and as ShardWriter; no file is left then.
+    """
+    head = encode_head(index)
+    size = len(head) + index.size
+    writer = await ShardWriter.create(cache, pool, key, size=size, chunk_size=PACK_CHUNK_SIZE)
+    try:
+        crcs = []
+        for chunk in assembled([(crc32c(head), memoryview(head)), *bodies], PACK_CHUNK_SIZE):
+            crcs.append(crc32c(chunk))
+            await writer.write_chunk(crcs[-1], chunk)
+        return await writer.seal(identity, size=size, crc32c=crc32c_of_chunks(crcs, PACK_CHUNK_SIZE, size))
+    except BaseException:
+        await writer.discard()
+        raise
+
+
+def assembled(pieces: Iterable[tuple[int, memoryview]], chunk_size: int) -> Iterator[memoryview]:
+    """The pieces joined, as chunks. Each piece's CRC32C is checked on the joined bytes, of which the chunks' own are made: no
+    byte is ever without one."""
+    buffer, filled = bytearray(chunk_size), 0
+    for expected, piece in pieces:
+        crc, rest = 0, piece
+        while rest:
+            taken = min(len(rest), chunk_size - filled)
+            buffer[filled : filled + taken] = rest[:taken]
+            crc = crc32c(memoryview(buffer)[filled : filled + taken], crc)
+            filled, rest = filled + taken, rest[taken:]
+            if filled == chunk_size:
+                yield memoryview(buffer)
+                buffer, filled = bytearray(chunk_size), 0  # a new one: the old one is on its way to the disk
+        if crc != expected:
+            raise Corrupt("a small shard does not match its checksum", expected=f"{expected:08x}", actual=f"{crc:08x}")
+    if filled:
+        yield memoryview(buffer)[:filled]
+
+
+def read_index(descriptor: int, size: int) -> PackIndex:
+    """The index of a pack of `size` bytes from its own file. Blocking; not for O_DIRECT. Raises Corrupt, OSError."""
+    try:
+        head = os.pread(descriptor, HEAD_BYTES, 0)
+        return decode_head(head + os.pread(descriptor, index_bytes(head), HEAD_BYTES), size)
+    except PackError as error:
+        raise Corrupt(f"the pack cannot be read: {error}") from error
