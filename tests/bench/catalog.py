@@ -1,22 +1,27 @@
 """A catalog of a million shards: how long the operator's questions take, a start, and how much memory it costs.
 
-Owns the rows catalog-*. The shards are saved for real, through the client, with the drain held: every one of them is in the
-cache and waits for its tier, which is the most that a catalog has to know of it.
+Owns the rows catalog-*, twice. First the shards are saved for real, through the client, with the drain held: every one of them
+is in the cache and waits for its tier. Then, as on a node that has run for long, each has been verified on its tier and
+evicted; catalog_scale.py makes that one by the gateway's own acts on the catalog, since the bytes would be a terabyte.
 """
 
 import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import psutil
 
 from bench.harness import RUN, Job, drop_caches, gateway
-from bench.rows import BY_NAME, Row, measured
+from bench.rows import BY_NAME, CannotRun, Row, measured
 
 SHARDS_A_STEP = 1000
+SHARDS_GOAL = 1_000_000  # for which the goals are meant
 SIZE = 256
 ASKED = 20
 STARTS = 3
@@ -39,6 +44,9 @@ def at_scale(job: Job) -> Iterator[Row]:
         for _ in range(min(STARTS, job.pairs)):
             node.process.terminate(600)
             how = drop_caches(*(node.process.cache / "catalog").iterdir())
+            subprocess.run(
+                [sys.executable, "-c", "import forebay_gateway.serve"], check=True
+            )  # Python's own files are not meant
             began_s = time.perf_counter()
             node.process.start(ready=False)
             node.process.wait_ready(600)
@@ -49,7 +57,7 @@ def at_scale(job: Job) -> Iterator[Row]:
         listings = [_ms(lambda step=step: node.client.describe(RUN, step)) for step in asked]
         memory = psutil.Process(node.pid).memory_info()
         held = _size(node.process.cache / "catalog") / 2**20
-    count = f"{steps * SHARDS_A_STEP:,} shards in {steps:,} checkpoints"
+    count = _count(steps * SHARDS_A_STEP, steps)
     for name, values in (("catalog-status", statuses), ("catalog-ls", listings), ("catalog-start", starts)):
         detail = f"median of {len(values)}, {min(values):.3g} to {max(values):.3g}"
         if name == "catalog-start":
@@ -60,6 +68,31 @@ def at_scale(job: Job) -> Iterator[Row]:
         f"{anonymous:.0f} its own, {mapped:.0f} of mapped files; the catalog has {held:.0f} MiB; filled in {filled_s:.0f} s"
     )
     yield measured(BY_NAME["catalog-rss"], memory.rss / 2**20, detail, note=count)
+
+
+def evicted(job: Job) -> Iterator[Row]:
+    """Large shards, verified on a tier and evicted: rows of their own, whatever becomes of small ones."""
+    try:
+        scale = import_module("bench.catalog_scale")
+    except ModuleNotFoundError as error:
+        raise CannotRun(f"{error.name} is not in this build") from error
+    steps = max(1, job.catalog_shards // SHARDS_A_STEP)
+    job.room(job.catalog_shards << 10)
+    with job.place() as place:
+        found = scale.measure(place, steps, SHARDS_A_STEP)
+    count = _count(found["shards"], found["checkpoints"])
+    values = {"status": found["status_ms"], "ls": found["ls_step_ms"], "start": found["start_s"], "rss": found["after_rss_mib"]}
+    details = {
+        "start": f"after an orderly end; {found['start_after_kill_s']} s after a kill",
+        "rss": f"{found['after_rss_anon_mib']} its own, {found['after_rss_file_mib']} of mapped files; "
+        f"the catalog has {found['catalog_mib']} MiB",
+    }
+    for name, value in values.items():
+        yield measured(BY_NAME[f"catalog-evicted-{name}"], value, details.get(name, "median"), note=count)
+
+
+def _count(shards: int, checkpoints: int) -> str:
+    return f"{'' if shards >= SHARDS_GOAL else 'ONLY '}{shards:,} shards in {checkpoints:,} checkpoints"
 
 
 def _ms(act: Callable[[], object]) -> float:

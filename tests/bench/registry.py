@@ -51,6 +51,7 @@ MEASUREMENTS = (
     *(_known(run, name) for name, run in drain.BUSY.items()),
     _known(background.blocked, "async-save"),
     _known(catalog.at_scale, "catalog-status", "catalog-ls", "catalog-start", "catalog-rss"),
+    _known(catalog.evicted, *(f"catalog-evicted-{name}" for name in ("status", "ls", "start", "rss"))),
     _known(load.memory, "memory-peak", "memory-growth"),
     _known(load.loop_lag, "loop-lag"),
     *(

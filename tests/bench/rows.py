@@ -50,6 +50,16 @@ FIO_WRITE = "fio 4 MiB O_DIRECT depth 4, fsync"
 FIO_READ = "fio 4 MiB O_DIRECT depth 4"
 BARE_UP, BARE_DOWN = "bare grpcio stream up", "bare grpcio stream down"
 
+
+def _catalog(name: str, state: str) -> tuple[Spec, ...]:
+    return (
+        Spec(f"{name}-status", f"status, 1,000,000 shards, {state}", "", at_most(100), "ms"),
+        Spec(f"{name}-ls", f"ls of a step, {state}", "", at_most(50), "ms"),
+        Spec(f"{name}-start", f"start until it answers, {state}", "", at_most(5), "s"),
+        Spec(f"{name}-rss", f"gateway RSS, {state}", "", at_most(300), "MiB"),
+    )
+
+
 SPECS = (
     Spec("save-fd", "durable save, fd lane", FIO_WRITE, at_least(0.90)),
     Spec("save-fd-unaligned", "the same from unaligned memory", FIO_WRITE, None),
@@ -70,10 +80,8 @@ SPECS = (
     Spec("busy-posix-stream", "stream save while draining to POSIX", "the same save alone", at_least(0.70)),
     Spec("busy-posix-fd", "fd save while draining to POSIX", "the same save alone", at_least(0.70)),
     Spec("async-save", "async save, trainer blocked", "one memcpy", at_most(1.5)),
-    Spec("catalog-status", "status", "", at_most(100), "ms"),
-    Spec("catalog-ls", "ls of a step", "", at_most(50), "ms"),
-    Spec("catalog-start", "start, until it answers", "", at_most(5), "s"),
-    Spec("catalog-rss", "gateway RSS", "", at_most(300), "MiB"),
+    *_catalog("catalog", "all cached"),
+    *_catalog("catalog-evicted", "all evicted"),
     Spec("memory-peak", "gateway RSS, highest", "", at_most(400), "MiB"),
     Spec("memory-growth", "RSS of the last quarter", "of the second quarter", at_most(1.1)),
     Spec("loop-lag", "event-loop lag p99 under load", "", at_most(50), "ms"),
