@@ -261,8 +261,8 @@ class Storage:
             return self._env.info()["map_size"]
 
     def drop_mapped(self) -> None:
-        """Take the file's pages off this process's memory where they are many; they stay in the page cache, and come back one by
-        one where they are read. A pass over all rows would else leave the whole file resident for good."""
+        """Take the file's pages off this process's memory where they are many; they stay in the page cache and come back where
+        they are read. A pass over all rows would else leave the whole file resident for good."""
         pages = int(Path("/proc/self/statm").read_text().split()[2])  # resident and of files
         if pages * mmap.PAGESIZE < MAPPED_BYTES_MAX:
             return
