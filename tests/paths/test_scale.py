@@ -204,6 +204,7 @@ async def test_a_long_manifest_is_taken_in_by_several_acts(tmp_path: Path, monke
         async with client.checkpoint("run", 1) as part:
             await part.put_many({f"shard-{number}": bytes([number]) * 1000 for number in range(7)})
             await part.commit(wait="pfs", timeout=60)
+        assert not _queued(gateway)
     async with serving(tmp_path, tier(tmp_path / "pfs"), node="b") as other, client_of(other) as client:
         await until(other.node.usable_tiers)
         written: list[int] = []
