@@ -387,3 +387,23 @@ def newest_last_page(data_file: Path) -> int:
         return pages._newest_meta(descriptor).last_page
     finally:
         os.close(descriptor)
+
+
+async def test_a_pass_over_all_rows_does_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident_kib() -> int:
+        text = Path("/proc/self/smaps").read_text().split(str(tmp_path / "c" / "data.mdb"))[1]
+        return int(text.split("Rss:")[1].split()[0])
+
+    async with opened(tmp_path / "c", map_size=64 << 20) as catalog:
+        session = await begin(catalog)
+        await put(catalog, session, *(f"shard-{number}" for number in range(5000)))
+        with catalog.read() as txn:
+            rows = list(txn.all_shards())
+        before = resident_kib()
+        catalog._storage.drop_mapped()
+        assert resident_kib() == before > 400  # few pages may stay
+        monkeypatch.setattr("forebay_gateway.catalog.storage.MAPPED_BYTES_MAX", 0)
+        catalog._storage.drop_mapped()
+        assert resident_kib() < before / 4
+        with catalog.read() as txn:
+            assert list(txn.all_shards()) == rows and txn.totals() == txn.recount()

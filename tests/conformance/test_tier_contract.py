@@ -195,6 +195,18 @@ async def test_delete(tier: Tier) -> None:
     assert [info.key for info in (await tier.list("d")).objects] == ["d/g"]
 
 
+async def test_delete_many(tier: Tier) -> None:
+    keys = [f"d/{number:03d} é&<>'\"" for number in range(40)]
+    for key in keys:
+        await tier.put_small(key, b"1")
+    for _ in range(2):
+        await tier.delete_many([*keys[:35], "never/there"])
+        assert [info.key for info in (await tier.list("d")).objects] == keys[35:]
+    await tier.delete_many([])
+    await tier.delete_many(keys[35:])
+    assert (await tier.list("d")).objects == ()
+
+
 async def test_deletes_and_puts_of_neighbours_do_not_meet(tier: Tier) -> None:
     async def turn(number: int) -> None:
         for _ in range(5):

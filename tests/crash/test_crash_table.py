@@ -24,6 +24,7 @@ from crash.kit import (
     until,
 )
 from forebay import ForebayError, Incomplete
+from forebay_gateway.cache.layout import CLEAN
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.layout import manifest_key, shard_key, step_dir
 from forebay_gateway.core.records import PublishState, ShardRow, UploadRow
@@ -39,10 +40,11 @@ def saved(bench: Bench, *, wait: str = "all", step: int = 1) -> None:
 
 
 def drained(bench: Bench) -> None:
-    """Started, saved, drained, down."""
+    """Started, saved, drained, down. What is then made of it is a crash's: no mark of an orderly stop."""
     bench.gateway.start()
     saved(bench)
     bench.gateway.terminate()
+    (bench.cache / CLEAN).unlink()
 
 
 def held(bench: Bench) -> None:

@@ -231,3 +231,53 @@ def test_the_format_on_disk_is_pinned() -> None:
         b'e":65536,"chunks":"tz9LNg==","crc32c":"364b3fb7","name":"a","size":3}],"step":1,"version":1,"writer":0,"writers":1}'
     )
     assert wire.FORMAT_VERSION == 1
+
+
+def long_manifest(shards: int = 1500) -> Manifest:
+    entries = [ShardEntry(f'sh\u00e4rd/{number},{{}}[]\\"', 0, 0, CHUNK, b"") for number in range(shards)]
+    metadata = {"parts": [1, {"shards": []}]}
+    first = PartRecord("r", 1, "s", 0, 2, "n", tuple(entries[: shards // 2]), metadata)
+    return Manifest.of_parts([first, PartRecord("r", 1, "s", 1, 2, "n", tuple(entries[shards // 2 :]))], "n")
+
+
+def test_long_documents_are_the_same_in_pieces() -> None:
+    document = long_manifest().to_json()
+    assert len(document) > wire.LONG_DOCUMENT_BYTES
+    body = json.loads(document)
+    assert json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() == document
+    assert wire._loads(document) == body
+    assert Manifest.from_json(document) == long_manifest()
+    spaced = json.dumps(body, indent=1).encode()  # another form of the same
+    assert wire._loads(spaced) == body
+    assert Manifest.from_json(spaced) == long_manifest()
+
+
+@pytest.mark.parametrize("cut", [1, 25, 5000, 60_000, -60_000, -200, -40, -2, -1])
+def test_a_long_document_that_is_cut_off_or_broken(cut: int) -> None:
+    document = long_manifest().to_json()
+    with pytest.raises(ManifestError):
+        Manifest.from_json(document[:cut] + b" " * (wire.LONG_DOCUMENT_BYTES if cut > 0 else 0))
+    with pytest.raises(ManifestError):
+        Manifest.from_json(document[:cut] + b"\x01" + document[cut:])
+    with pytest.raises(ManifestError):
+        Manifest.from_json(document + b"]")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"parts":[1 2]}', '{"parts":[{"a":1,}]}', '{"parts" [1]}', "{1:2}", '{"parts":[', '{"shards":[,1]}', "[1]x"]
+)
+def test_the_long_reader_refuses_what_json_refuses(text: str) -> None:
+    padded = (" " * wire.LONG_DOCUMENT_BYTES + text).encode()
+    with pytest.raises(ValueError):
+        json.loads(padded)
+    with pytest.raises(ValueError):
+        wire._loads(padded)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"parts":[1, {"parts":[]}, [2]],"":{"a":[]},"shards":[ ]}', "[1]", "{}", '{"parts":{"shards":[{}]}}', '{"a":1,"a":2}'],
+)
+def test_the_long_reader_reads_what_json_reads(text: str) -> None:
+    padded = (" " * wire.LONG_DOCUMENT_BYTES + text + "\n").encode()
+    assert wire._loads(padded) == json.loads(padded)

@@ -325,8 +325,9 @@ class Catalog:
         now_s = self._clock.monotonic()
         if now_s - self._readers_checked_s >= READER_CHECK_S:
             self._readers_checked_s = now_s
-            with contextlib.suppress(lmdb.Error):
+            with contextlib.suppress(lmdb.Error, OSError):
                 self._storage.check_readers()
+                self._storage.drop_mapped()  # this thread alone moves the map
 
 
 def _failed(error: BaseException) -> Unavailable:

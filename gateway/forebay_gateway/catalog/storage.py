@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from types import TracebackType
 import lmdb
 
 from forebay_gateway.base.durable import sync_dir
+from forebay_gateway.base.heap import unmap_resident
 from forebay_gateway.catalog import pages, schema
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged, Databases, TierNumbers, Transaction
@@ -26,6 +28,7 @@ from forebay_gateway.core.errors import DiskFull, StartupError, Unavailable
 DATA_NAME = "data.mdb"
 OWNER_NAME = "owner"  # locked by the process that has the catalog open; holds the node's id once the catalog was created
 READERS_MAX = 126
+MAPPED_BYTES_MAX = 128 << 20
 NO_SPACE_RETRY_S = 5.0
 MAIN_DATABASES_MAX = len(schema.DATABASE_NAMES) + 4
 # What LMDB says of a file it cannot trust; every other error of its says something of the machine. A panic too: it follows a
@@ -101,6 +104,7 @@ class Storage:
 
     def __init__(self, path: Path, limits: Limits, owner: int) -> None:
         self._limits = limits
+        self._path = (path / DATA_NAME).resolve()
         self._owner = owner
         self._env = _open_environment(path, limits)
         self.map_lock = threading.RLock()
@@ -255,6 +259,18 @@ class Storage:
         """The map's size now."""
         with self.map_lock:
             return self._env.info()["map_size"]
+
+    def drop_mapped(self) -> None:
+        """Take the file's pages off this process's memory where they are many; they stay in the page cache and come back where
+        they are read. A pass over all rows would else leave the whole file resident for good."""
+        pages = int(Path("/proc/self/statm").read_text().split()[2])  # resident and of files
+        if pages * mmap.PAGESIZE < MAPPED_BYTES_MAX:
+            return
+        name = str(self._path)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith(name):
+                begin, _, end = line.split(" ", 1)[0].partition("-")
+                unmap_resident(int(begin, 16), int(end, 16) - int(begin, 16))
 
     def check_readers(self) -> None:
         """Free the slots of readers whose process has died: each would keep every page since from being used again."""

@@ -191,6 +191,11 @@ class Completion:
         with self._node.catalog.read() as txn:
             held_here = {part.writer for part in txn.parts(session.id) if not part.is_adopted}
         elsewhere = [writer for writer in missing if writer not in held_here]
+        if len(elsewhere) > READS_AT_ONCE:  # one question for all: most of very many may not be there yet
+            prefix = part_key(session.run, session.step, session.session, 0).rpartition("/")[0]
+            there = {info.key for info in (await self._tier.tier.list(f"{prefix}/")).objects}
+            names = (session.run, session.step, session.session)
+            elsewhere = [writer for writer in elsewhere if part_key(*names, writer) in there]
         for begin in range(0, len(elsewhere), READS_AT_ONCE):
             batch = elsewhere[begin : begin + READS_AT_ONCE]
             records = await asyncio.gather(*(self._read_part(session, writer) for writer in batch))
