@@ -142,7 +142,7 @@ class OpenFile:
             block = bounce()[: align(length)] if straight is None else straight
             self._fill(block, offset, length)
             sums.add(offset, block[:length])
-            wanted = block[max(low - offset, 0) : min(high - offset, length)]  # of a large chunk perhaps nothing
+            wanted = block[max(low - offset, 0) : max(min(high - offset, length), 0)]  # of a large chunk perhaps nothing
             if straight is None and wanted.nbytes:
                 sink.put(max(low, offset), wanted)
             if on_bytes is not None:

@@ -1,0 +1,606 @@
+"""The fd lane as a trainer uses it: all kinds of data and memory, restarts in every moment, forks, and what it falls back to."""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+
+import forebay
+from forebay.demo.gateways import GatewayProcess, posix_tier
+from forebay.errors import ForebayError, InvalidArgument, Unsupported
+from forebay.lanes.memory import aligned
+from forebay.sources import source_of
+from integration.conftest import MakeGateway
+from integration.fd_kit import BLOCK, RawLease, fd_socket
+from integration.kit import (
+    CHUNK,
+    Leftovers,
+    Raw,
+    cache_file_of,
+    cache_files,
+    eventually,
+    files_below,
+    flip_byte,
+    held,
+    part_ref,
+    some_bytes,
+)
+
+MIB = 1 << 20
+SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 12_345)
+BIG = some_bytes(9 * MIB + 12_345, "fd lane")
+
+
+def in_pages(data: bytes, shift: int = 0) -> memoryview:
+    """The same bytes, `shift` bytes behind the beginning of a page."""
+    view = aligned(len(data) + shift)[shift : shift + len(data)]
+    view[:] = data
+    return view
+
+
+@pytest.fixture
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails whoever takes the stream lane."""
+
+    def refuse(*arguments: object) -> Any:
+        raise AssertionError("the stream lane was taken")
+
+    monkeypatch.setattr("forebay.lanes.stream._put_shard", refuse)
+    monkeypatch.setattr("forebay.lanes.stream.read_shard", refuse)
+
+
+@pytest.fixture
+def gateway(make: MakeGateway) -> GatewayProcess:
+    return make().start()
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@pytest.mark.parametrize("chunk_size", ["64KiB", "4MiB", "16MiB"])
+@pytest.mark.usefixtures("no_streams")
+def test_every_size_from_every_memory_into_every_memory(make: MakeGateway, chunk_size: str, direct_io: str) -> None:
+    gateway = make(cache_keys=f'chunk_size = "{chunk_size}"\ndirect_io = "{direct_io}"').start()
+    data = {f"{shift}/{size}": some_bytes(size, (shift, size)) for size in SIZES for shift in (0, 16, 512)}
+    with forebay.Client(gateway.address) as client:
+        with client.checkpoint("r", 1, lane="fd") as part:
+            for name, content in data.items():
+                part.put(name, in_pages(content, int(name.partition("/")[0])))
+            part.commit()
+        reader = client.open("r", 1, lane="fd")
+        for name, content in data.items():
+            assert reader.read(name) == content
+            assert b"".join(reader.stream(name)) == content
+            for shift in (0, 16):
+                target = in_pages(bytes(len(content)), shift)
+                assert reader.readinto(name, target) == len(content)
+                assert target == content
+        name = f"0/{SIZES[-1]}"
+        size = SIZES[-1]
+        for low, high in (
+            (0, 1),
+            (5, 6),
+            (CHUNK - 1, CHUNK + 1),
+            (BLOCK, 8 * MIB),
+            (4 * MIB - 3, 4 * MIB + 3),
+            (size - 7, size),
+        ):
+            assert reader.read(name, low, high - low) == data[name][low:high]
+            assert b"".join(reader.stream(name, low, high - low)) == data[name][low:high]
+            target = in_pages(bytes(high - low), low % BLOCK)
+            reader.readinto(name, target, low)
+            assert target == data[name][low:high]
+
+
+@pytest.mark.usefixtures("no_streams")
+def test_every_kind_of_data(gateway: GatewayProcess, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(BIG)
+    array = numpy.frombuffer(BIG[: 8 * MIB], dtype=numpy.float64)
+    counted: list[int] = []
+    with forebay.Client(gateway.address) as client, path.open("rb") as file:
+        file.seek(5)
+        with client.checkpoint("r", 1, lane="fd") as part:
+            part.put("bytes", BIG, on_bytes=counted.append)
+            part.put("path", path)
+            part.put("file", file)
+            part.put("list", [BIG[:7], BIG[7 : 5 * MIB], BIG[5 * MIB :]])
+            part.put("array", array)
+            part.put_many({"large": BIG})
+            part.commit()
+        reader = client.open("r", 1, lane="fd")
+        for name in ("bytes", "path", "list", "large"):
+            assert reader.read(name) == BIG, name
+        assert reader.read("file") == BIG[5:]
+        assert reader.read("array") == array.tobytes()
+        assert sum(counted) == len(BIG)
+        summary = client.restore_dir("r", 1, tmp_path / "out", lane="fd")
+        assert summary.size == sum(shard.size for shard in reader.shards())
+        assert files_below(tmp_path / "out") == {name: reader.read(name) for name in reader.names()}
+
+
+def test_what_it_cannot_carry_goes_by_stream(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client:
+        with client.checkpoint("r", 1, lane="fd") as part:
+            part.put("unknown size", iter([BIG[:5], BIG[5:]]))
+            part.put("empty", b"")
+            part.put_many({"small": b"s"})
+            assert part.put("again", BIG) == part.put("again", BIG)  # compared by the stream lane
+            with pytest.raises(forebay.AlreadyExists):
+                part.put("again", BIG[:-1])
+            part.commit()
+        reader = client.open("r", 1, lane="fd")
+        assert (reader.read("unknown size"), reader.read("empty"), reader.read("small")) == (BIG, b"", b"s")
+        client.wait("r", 1, "pfs", timeout=30)
+        assert client.open("r", 1, source="pfs", lane="fd").read("again") == BIG
+
+
+@pytest.mark.usefixtures("no_streams")
+def test_auto_takes_it_for_what_is_large(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client:
+        with client.checkpoint("r", 1) as part:
+            part.put("large", BIG)
+            with pytest.raises(AssertionError, match="stream lane"):
+                part.put("small", b"x")
+            part.commit()
+        assert client.open("r", 1).read("large") == BIG
+        assert client.open("r", 1).readinto("large", bytearray(len(BIG))) == len(BIG)
+        assert sum(map(len, client.open("r", 1).stream("large"))) == len(BIG)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_where_it_is_not_offered(make: MakeGateway, tmp_path: Path) -> None:
+    """Over TCP nothing proves that client and gateway share a host; a socket may be out of reach, or have too long a path."""
+    gateway = make()
+    port = free_port()
+    text = gateway.config.read_text()
+    gateway.config.write_text(text.replace(f'["{gateway.address}"]', f'["{gateway.address}", "127.0.0.1:{port}"]'))
+    gateway.start()
+    hidden = tmp_path / "seen"
+    hidden.mkdir()
+    (hidden / "a.sock").symlink_to(gateway.socket)
+    for step, address in enumerate((f"127.0.0.1:{port}", f"unix://{hidden}/a.sock"), 1):
+        with forebay.Client(address) as client:
+            with client.checkpoint("r", step, lane="fd") as part, pytest.raises(Unsupported, match="fd lane"):
+                part.put("x", BIG)
+            with client.checkpoint("r", step) as part:
+                part.put("x", BIG)
+                part.commit()
+            assert client.open("r", step).read("x") == BIG
+            with pytest.raises(Unsupported, match="fd lane"):
+                client.open("r", step, lane="fd").read("x")
+
+
+def test_a_path_too_long_for_a_second_socket(make: MakeGateway, tmp_path: Path) -> None:
+    gateway = make()
+    path = tmp_path / ("s" * (107 - len(str(tmp_path)) - 6) + ".sock")
+    assert len(str(path)) == 107
+    gateway.config.write_text(gateway.config.read_text().replace(str(gateway.socket), str(path)))
+    gateway.socket, gateway.address = path, f"unix://{path}"
+    gateway.start()
+    with forebay.Client(gateway.address) as client:
+        with client.checkpoint("r", 1) as part:
+            part.put("x", BIG)
+            part.commit()
+        with pytest.raises(Unsupported, match="too long a path"):
+            client.open("r", 1, lane="fd").read("x")
+    assert "no fd lane" in gateway.tail()
+
+
+@pytest.mark.usefixtures("no_streams")
+def test_from_a_container_that_sees_the_sockets_elsewhere(gateway: GatewayProcess, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "mnt"
+    elsewhere.mkdir()
+    for path in (gateway.socket, fd_socket(gateway)):
+        (elsewhere / path.name).symlink_to(path)
+    with forebay.Client(f"unix://{elsewhere}/{gateway.socket.name}") as client:
+        with client.checkpoint("r", 1, lane="fd") as part:
+            part.put("x", BIG)
+            part.commit()
+        assert client.open("r", 1, lane="fd").read("x") == BIG
+
+
+def test_the_sockets_are_private_and_go_with_the_gateway(gateway: GatewayProcess) -> None:
+    path = fd_socket(gateway)
+    assert path.stat().st_mode & 0o777 == gateway.socket.stat().st_mode & 0o777 == 0o660
+    assert gateway.terminate() == 0
+    assert not path.exists()
+    gateway.start()
+    gateway.kill()
+    assert path.exists()
+    gateway.start()  # over the one that was left
+    with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, lane="fd") as part:
+        part.put("x", b"x")
+
+
+# -- the gateway ends in the middle --------------------------------------------------------------------------------------
+
+POINTS = [
+    "create.before_allocate",
+    "lease.handed",
+    "lease.before_proof",
+    "lease.before_reopen",
+    "seal.before_rename",
+    "seal.done",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_gateway_that_is_killed_in_the_middle(make: MakeGateway, point: str) -> None:
+    """The SDK begins again; the file of the first try is gone, or, if it was sealed, acknowledged once more."""
+    gateway = make()
+    gateway.start(failpoints=f"{point}=kill")
+    done: list[Any] = []
+
+    def save() -> None:
+        with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s", lane="fd") as part:
+            done.append(part.put("x", BIG))
+            part.commit()
+
+    trainer = threading.Thread(target=save)
+    trainer.start()
+    assert gateway.wait_exit() == -9
+    gateway.start()
+    trainer.join(60)
+    assert len(done) == 1
+    with forebay.Client(gateway.address) as client:
+        assert client.open("r", 1).read("x") == BIG
+        client.wait("r", 1, "pfs", timeout=30)
+    assert len(cache_files(gateway)) == 1
+    assert list((gateway.cache / "incoming").iterdir()) == []
+
+
+class Slow:
+    """A file that is read piece by piece, when told so."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self.reading = threading.Event()
+        self.go = threading.Event()
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = len(self._data) if whence == os.SEEK_END else offset
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        if self._at:
+            self.reading.set()
+            assert self.go.wait(30)
+        piece = self._data[self._at : self._at + size]
+        self._at += len(piece)
+        return piece
+
+
+@pytest.mark.parametrize("end", [GatewayProcess.terminate, GatewayProcess.kill])
+def test_a_gateway_that_ends_while_its_client_writes(make: MakeGateway, end: Callable[[GatewayProcess], object]) -> None:
+    gateway = make(node_keys='drain_timeout = "1s"').start()
+    source = Slow(BIG)
+    counted: list[int] = []
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s", lane="fd") as part:
+                part.put("x", source, on_bytes=counted.append)
+                part.commit()
+        except BaseException as error:
+            errors.append(error)
+
+    trainer = threading.Thread(target=save)
+    trainer.start()
+    assert source.reading.wait(30)
+    end(gateway)
+    if end is GatewayProcess.terminate:
+        assert list((gateway.cache / "incoming").iterdir()) == []
+    gateway.start()
+    source.go.set()
+    trainer.join(60)
+    assert errors == []
+    with forebay.Client(gateway.address) as client:
+        assert client.open("r", 1).read("x") == BIG
+    assert sum(counted) == len(BIG)
+    assert list((gateway.cache / "incoming").iterdir()) == []
+
+
+def test_a_lease_of_a_killed_gateway_is_dropped_at_the_next_start(gateway: GatewayProcess) -> None:
+    with Raw(gateway) as raw, RawLease(gateway, raw) as lease:
+        lease.open(part_ref("r"), BIG)
+        with lease.descriptor():
+            gateway.kill()
+            assert len(list((gateway.cache / "incoming").iterdir())) == 1
+            gateway.start()
+            assert list((gateway.cache / "incoming").iterdir()) == []
+
+
+# -- the client ends in the middle ---------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_data_leaves_nothing(gateway: GatewayProcess, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(BIG)
+    with forebay.Client(gateway.address) as client:
+        client.runs()  # connected from here on
+        left = Leftovers(gateway)
+        part = client.checkpoint("r", 1, session="s", lane="fd")
+        broken = Slow(BIG)
+        broken.read = lambda size: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            part.put("x", broken)
+        source = source_of(path, "file")
+        path.write_bytes(BIG[:-1])
+        with pytest.raises(InvalidArgument, match="became shorter"):
+            part.put("x", source)
+        left.none()
+        part.put("x", b"something else")
+        part.abort()
+        left.none()
+        left.close()
+
+
+async def test_a_cancelled_put_lets_go_of_the_data_and_leaves_nothing(gateway: GatewayProcess) -> None:
+    source = Slow(BIG)
+    async with forebay.AsyncClient(gateway.address) as client:
+        await client.runs()  # connected from here on
+        left = Leftovers(gateway)
+        part = client.checkpoint("r", 1, session="s", lane="fd")
+        task = asyncio.create_task(part.put("x", source))
+        await asyncio.to_thread(source.reading.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert not task.done()  # the data is still being read
+        source.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        at = source.tell()
+        left.none()
+        assert source.tell() == at
+        await part.abort()
+    left.close()
+
+
+def test_a_child_of_the_trainer_that_holds_the_descriptor(gateway: GatewayProcess) -> None:
+    """Forked in the middle of a put, as data loaders are: the shard is copied, the child has nothing of it."""
+    source = Slow(BIG)
+    done: list[Any] = []
+
+    def save() -> None:
+        with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s", lane="fd") as part:
+            done.append(part.put("x", source))
+            part.commit()
+
+    trainer = threading.Thread(target=save)
+    trainer.start()
+    assert source.reading.wait(30)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent closes its end
+        os._exit(0)
+    os.close(reading)
+    try:
+        source.go.set()
+        trainer.join(60)
+        assert len(done) == 1
+        assert "checked copy" in gateway.tail()
+        with forebay.Client(gateway.address) as client:
+            assert client.open("r", 1).read("x") == BIG
+        assert list((gateway.cache / "incoming").iterdir()) == []
+        assert gateway.status()["cache"]["open_streams"] == 0
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+# -- space and memory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_cache_refuses_before_data_flows(make: MakeGateway) -> None:
+    gateway = make(capacity="24MiB", tiers=None).start()
+    with (
+        held(gateway),
+        forebay.Client(gateway.address, admit_timeout=0.3) as client,
+        client.checkpoint("r", 1, session="s", lane="fd") as part,
+    ):
+        part.put("a", BIG)
+        part.put("b", BIG)
+        with pytest.raises(forebay.CacheFull) as caught:
+            part.put("c", BIG)
+        assert caught.value.retry_after_s is not None
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            part.put("d", bytes(25 * MIB))
+        assert gateway.status()["cache"]["reserved_bytes"] == 0
+
+
+def test_the_gateways_memory_does_not_see_the_bytes(make: MakeGateway) -> None:
+    gateway = make(capacity="4GiB", cache_keys="").start()
+    size = 512 * MIB
+    source = aligned(size)
+    source[: len(BIG)] = BIG
+    with held(gateway), forebay.Client(gateway.address) as client:
+        process = psutil.Process(gateway.pid)
+        with client.checkpoint("r", 1, session="s", lane="fd") as part:
+            part.put("first", source[: 8 * MIB])
+            before = process.memory_info().rss
+            part.put("x", source)
+            part.commit()
+        client.open("r", 1, lane="fd").readinto("x", source)
+        assert source[: len(BIG)] == BIG
+        assert process.memory_info().rss - before < 16 * MIB
+        client.delete("r", 1, force=True)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+def saved(gateway: GatewayProcess, data: bytes = BIG) -> None:
+    with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s") as part:
+        part.put("x", data)
+        part.commit(wait="pfs", timeout=30)
+
+
+READS: dict[str, Callable[[forebay.Client, Path], bytes]] = {
+    "read": lambda client, _: client.open("r", 1, lane="fd").read("x"),
+    "stream": lambda client, _: b"".join(client.open("r", 1, lane="fd").stream("x")),
+    "readinto": lambda client, _: _into(client, in_pages(bytes(len(BIG)))),
+    "readinto, unaligned": lambda client, _: _into(client, in_pages(bytes(len(BIG)), 16)),
+    "restore_dir": lambda client, out: (client.restore_dir("r", 1, out, lane="fd"), (out / "x").read_bytes())[1],
+}
+
+
+def _into(client: forebay.Client, target: memoryview) -> bytes:
+    client.open("r", 1, lane="fd").readinto("x", target)
+    return bytes(target)
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("offset", [0, 5 * MIB + 17, len(BIG) - 1])
+def test_damage_in_the_cache_is_not_handed_out(make: MakeGateway, tmp_path: Path, how: str, offset: int) -> None:
+    """The bytes come from the tier, and the cache's copy is quarantined: the gateway has seen the damage too."""
+    gateway = make(cache_keys='chunk_size = "64KiB"\nrepair = "ask"').start()
+    saved(gateway)
+    flip_byte(cache_file_of(gateway, BIG), offset)
+    with forebay.Client(gateway.address) as client:
+        assert READS[how](client, tmp_path / "out") == BIG
+        eventually(lambda: client.describe("r", 1).shards[0].state == "quarantined")
+        assert READS[how](client, tmp_path / "out") == BIG
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_was_evicted_is_fetched_and_then_read(gateway: GatewayProcess, tmp_path: Path, how: str, no_streams: None) -> None:
+    saved(gateway)
+    gateway.cli("evict", "r", "1")
+    assert cache_files(gateway) == []
+    with forebay.Client(gateway.address) as client:
+        assert READS[how](client, tmp_path / "out") == BIG
+    assert len(cache_files(gateway)) == 1
+
+
+def test_a_small_range_of_what_was_evicted_comes_by_stream(gateway: GatewayProcess) -> None:
+    saved(gateway)
+    gateway.cli("evict", "r", "1")
+    with forebay.Client(gateway.address) as client:
+        assert client.open("r", 1, lane="fd").read("x", 5, 70) == BIG[5:75]
+        with pytest.raises(ForebayError):
+            client.open("r", 1, source="cache", lane="fd").read("x")
+    assert cache_files(gateway) == []
+
+
+def test_a_file_that_is_read_is_not_evicted(gateway: GatewayProcess) -> None:
+    saved(gateway)
+    with forebay.Client(gateway.address) as client:
+        chunks = client.open("r", 1, lane="fd").stream("x")
+        begun = [next(chunks)]
+        gateway.cli("evict", "r", "1")
+        assert len(cache_files(gateway)) == 1
+        assert b"".join([*begun, *chunks]) == BIG
+        eventually(lambda: (gateway.cli("evict", "r", "1"), cache_files(gateway))[1] == [])
+
+
+def test_a_gateway_that_is_killed_while_its_file_is_read(gateway: GatewayProcess) -> None:
+    saved(gateway)
+    with forebay.Client(gateway.address) as client:
+        chunks = client.open("r", 1, lane="fd").stream("x")
+        begun = [next(chunks)]
+        gateway.kill()
+        assert b"".join([*begun, *chunks]) == BIG
+
+
+def test_many_at_once(gateway: GatewayProcess) -> None:
+    """Threads that save and restore together, each over leases of its own."""
+    saved(gateway)  # its mover runs from here on
+    errors: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            data = BIG[number:]
+            with client.checkpoint("many", number, session="s") as part:
+                part.put("x", data)
+                part.commit()
+            reader = client.open("many", number)
+            assert reader.read("x") == data and b"".join(reader.stream("x")) == data
+            client.delete("many", number, force=True)
+        except BaseException as error:
+            errors.append(error)
+
+    with forebay.Client(gateway.address) as client:
+        client.runs()
+        left = Leftovers(gateway)
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert errors == []
+        left.none()
+        left.close()
+
+
+def test_what_a_stream_handed_out_is_there_in_a_child(gateway: GatewayProcess) -> None:
+    """Memory that direct reads went into is kept from forks while they last, and no longer."""
+    saved(gateway)
+    with forebay.Client(gateway.address) as client:
+        pieces = list(client.open("r", 1, lane="fd").stream("x"))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if b"".join(pieces) == BIG else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    del pieces
+
+
+@pytest.fixture
+def on_tmpfs(tmp_path: Path, root: Path) -> Iterator[GatewayProcess]:
+    """A cache where files are pages: no direct I/O to speak of."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or not os.access(shm, os.W_OK):
+        pytest.skip("no tmpfs to write to")
+    cache = shm / f"forebay-{os.getpid()}"
+    gateway = GatewayProcess(tmp_path, "t", [posix_tier(root)], capacity="64MiB", cache=cache)
+    try:
+        yield gateway.start()
+    finally:
+        gateway.close()
+        with contextlib.suppress(FileNotFoundError):
+            gateway.wipe()
+
+
+@pytest.mark.usefixtures("no_streams")
+def test_a_cache_on_tmpfs(on_tmpfs: GatewayProcess) -> None:
+    with forebay.Client(on_tmpfs.address) as client:
+        with client.checkpoint("r", 1, lane="fd") as part:
+            part.put("x", BIG)
+            part.put("y", in_pages(BIG, 7))
+            part.commit(wait="pfs", timeout=30)
+        assert client.open("r", 1, lane="fd").read("x") == client.open("r", 1, lane="fd").read("y") == BIG
+    assert "checked copy" not in on_tmpfs.tail()
+
+
+def test_memory_that_cannot_be_put(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client:
+        part = client.checkpoint("r", 1, session="s", lane="fd")
+        with pytest.raises(InvalidArgument, match="C-contiguous"):
+            part.put("x", numpy.zeros((2000, 2000))[:, ::2])
+        with pytest.raises(InvalidArgument):
+            part.put("x", object())
+        with mmap.mmap(-1, 2 * MIB) as memory:
+            part.put("x", memory)
+        part.abort()
