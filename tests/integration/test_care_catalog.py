@@ -48,7 +48,7 @@ def flipped_rows(gateway: GatewayProcess) -> None:
     at = data.find(NAME.encode())
     assert at > 0
     while at > 0:
-        flip_byte(data_file(gateway), data.rfind(b"\x99", 0, at))  # msgpack's array of nine
+        flip_byte(data_file(gateway), data.rfind(b"\x9b", 0, at))  # msgpack's array of eleven
         at = data.find(NAME.encode(), at + 1)
 
 

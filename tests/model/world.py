@@ -26,7 +26,7 @@ from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.config import TierConfig, load_config
 from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key, shard_key
-from forebay_gateway.core.records import PartState
+from forebay_gateway.core.records import NamedShard, PartState
 from forebay_gateway.movers.jobs import ItemDone, ItemFailed, Job, JobDone, Progress, Setup, ToFront, UploadBegun
 from forebay_gateway.movers.pool import Reports
 from forebay_gateway.movers.worker import JobRunner
@@ -256,8 +256,8 @@ class World:
         self.paths = Paths(
             node,
             writes,
-            SmallPath(node, writes),
-            CommitPath(node, writes),
+            SmallPath(node, writes, packed_from=2),
+            CommitPath(node, writes, joined_from=2),
             finder,
             ReadPath(node, finder, evictor),
             evictor,
@@ -336,12 +336,16 @@ class World:
         with self.paths.node.catalog.read() as txn:
             for key in before.parts.keys() | after.parts.keys():
                 step, writer = key
-                row = txn.checkpoint(RUN, step)
+                known = txn.checkpoint(RUN, step)
                 session = (
-                    None if row is None or row.deleting else txn.find_session(RUN, step, session_of(step, self.generation))
+                    None if known is None or known.deleting else txn.find_session(RUN, step, session_of(step, self.generation))
                 )
                 part = None if session is None else txn.part(session.id, writer)
-                here = set() if part is None else {shard.name for shard in txn.shards(part.session_id, writer)}
+                here = (
+                    set()
+                    if part is None
+                    else {shard.name for row in txn.shards(part.session_id, writer) for shard in txn.inside(row)}
+                )
                 old, new = before.parts.get(key, {}), after.parts.get(key, {})
                 assert old.keys() & new.keys() <= here <= old.keys() | new.keys(), (key, old.keys(), new.keys(), here)
                 if part is not None:
@@ -589,11 +593,11 @@ class World:
                 session = txn.find_session(RUN, step, session_of(step, self.generation))
                 assert session is not None
                 for name, data in self.model.parts[step, writer].items():
-                    row = txn.shard_by_name(session.id, name)
-                    assert row is not None
-                    assert (row.size, row.crc32c) == (len(data), crc32c(data))
-                    if row.key not in cached:  # then it is safe elsewhere, every byte of it
-                        self._check_on_tiers(step, name, data)
+                    shard = txn.named(session.id, name)
+                    assert shard is not None
+                    assert (shard.size, shard.crc32c) == (len(data), crc32c(data))
+                    if shard.row.key not in cached:  # then it is safe elsewhere, every byte of it
+                        self._check_on_tiers(step, shard, data)
         files = {path: path.stat().st_size for path in self._cache.glob("data/*/*.shard")}
         assert {node.cache.shard_path(row.key) for row in rows.values() if row.disk_size} == set(files)
         found = {(file.session_id, file.writer, file.commit_seq) for file in node.cache.scan() if file.kind == "part"}
@@ -602,10 +606,12 @@ class World:
         assert node.budget.reserved == 0
         assert list((self._cache / "incoming").iterdir()) == []
 
-    def _check_on_tiers(self, step: int, name: str, data: bytes) -> None:
+    def _check_on_tiers(self, step: int, shard: NamedShard, data: bytes) -> None:
         session = session_of(step, self.generation)
+        begin = 0 if shard.packed is None else shard.packed.offset
         for store in self.stores.values():
-            assert store.objects[shard_key(RUN, step, session, name)].data == data
+            whole = store.objects[shard_key(RUN, step, session, shard.row.name)].data
+            assert len(whole) == shard.row.size and whole[begin : begin + shard.size] == data
             assert manifest_key(RUN, step) in store.objects
 
     async def check_reads(self) -> None:

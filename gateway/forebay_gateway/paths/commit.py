@@ -17,7 +17,7 @@ from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
-from forebay_gateway.paths.join import Joiner
+from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards, inside
 from forebay_gateway.paths.wholeness import complete_at_cache
@@ -53,10 +53,10 @@ class Committed:
 class CommitPath:
     """Commits, aborts, and parts that fall silent."""
 
-    def __init__(self, node: Node, writes: WritePath) -> None:
+    def __init__(self, node: Node, writes: WritePath, joined_from: int = JOIN_PACKS_MIN) -> None:
         self._node = node
         self._writes = writes
-        self._joiner = Joiner(node, writes)
+        self._joiner = Joiner(node, writes, joined_from)
         self._turns: dict[tuple[int, int], tuple[asyncio.Lock, int]] = {}  # and how many hold or want it
 
     async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:

@@ -33,15 +33,15 @@ JOIN_PACKS_MIN = 8  # fewer small ones are few
 class Joiner:
     """Joins the packs of parts that are about to be committed."""
 
-    def __init__(self, node: Node, writes: WritePath) -> None:
-        self._node, self._writes = node, writes
+    def __init__(self, node: Node, writes: WritePath, joined_from: int = JOIN_PACKS_MIN) -> None:
+        self._node, self._writes, self._joined_from = node, writes, joined_from
 
     async def join(self, session_id: int, part: PartRef) -> bool:
         """What can be joined; whether anything was. Never raises for what stands in the way: the part is as good as before."""
         with self._node.catalog.read() as txn:
             rows = [row for row in txn.shards(session_id, part.writer) if row.is_pack and row.is_cached]
         small = [row for row in rows if row.size < JOIN_BELOW_BYTES]
-        if len(small) < JOIN_PACKS_MIN:
+        if len(small) < self._joined_from:
             return False
         joined = False
         for batch in batches(small):

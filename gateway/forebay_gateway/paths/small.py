@@ -63,9 +63,10 @@ class Written:
 class SmallPath:
     """All requests with small shards."""
 
-    def __init__(self, node: Node, writes: WritePath) -> None:
+    def __init__(self, node: Node, writes: WritePath, packed_from: int = PACK_SHARDS_MIN) -> None:
         self._node = node
         self._writes = writes
+        self._packed_from = packed_from
 
     async def put(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group."""
@@ -114,7 +115,7 @@ class SmallPath:
     ) -> tuple[list[list[SmallShard]], list[SmallShard]]:
         """What goes into packs, each at most PACK_BYTES_MAX long, and what gets a file of its own."""
         may = [shard for shard in shards if self._may_be_packed(shard)]
-        if len(may) < 2 or (len(may) < PACK_SHARDS_MIN and self._small_so_far(session_id, part) < PACK_SHARDS_MIN):
+        if len(may) < 2 or (len(may) < self._packed_from and self._small_so_far(session_id, part) < self._packed_from):
             return [], list(shards)
         packs: list[list[SmallShard]] = [[]]
         size = 0
@@ -135,7 +136,7 @@ class SmallPath:
         with self._node.catalog.read() as txn:
             for row in txn.shards(session_id, part.writer):
                 count += row.packed if row.is_pack else row.size < SMALL_BYTES
-                if count >= PACK_SHARDS_MIN:
+                if count >= self._packed_from:
                     break
         return count
 

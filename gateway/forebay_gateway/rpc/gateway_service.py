@@ -126,8 +126,9 @@ class GatewayService:
                     raise InvalidArgument("the first message of a PutMany stream names the part")
                 check_group(len(request.shards))
                 shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
+                del request  # the shards are copies
                 receipts = await self._paths.small.put(encode.part_ref(part), shards)
-                del request, shards  # not held while the next one is waited for
+                del shards  # not held while the next one is waited for
             yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
 
     @answers

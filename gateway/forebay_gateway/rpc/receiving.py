@@ -38,11 +38,11 @@ class Receiving:
         """The next message that `receive` gives, counted until the block ends."""
         while self._reading >= self._reading_max or self._held >= self._bytes_max:
             await self._changed.wait()
-        message = await self._read(receive)
-        size = size_of(message)
+        received = [await self._read(receive)]
+        size = size_of(received[0])
         self._held += size
         try:
-            yield message
+            yield received.pop()  # its memory is the block's alone, and may be given up before it ends
         finally:
             self._held -= size
             self._tell()
