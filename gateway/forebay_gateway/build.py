@@ -22,7 +22,7 @@ from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.base.tasks import Crew, Worker
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.catalog import Catalog, CatalogDamaged, is_damage
+from forebay_gateway.catalog import CatalogDamaged, is_damage
 from forebay_gateway.core.config import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
@@ -42,6 +42,7 @@ from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.health import Health
+from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
@@ -257,6 +258,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     try:
         names = [tier.name for tier in config.tiers]
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
+        await restore_settings(cache, catalog)
         with catalog.read() as txn:
             used = txn.totals().used
             held = {name for name in names if txn.setting(held_setting(name))}
@@ -265,13 +267,14 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         io.close()
         cache.release()
         raise
+    marks = MarkKeeper(cache, catalog)
     tiers = {}
     for tier_config in config.tiers:
         root = roots[tier_config.name]
         opened = open_tier(tier_config, owner=config.node.id, known_root=None if root is None else root.decode())
         tier = MonitoredTier(opened, required=tier_config.required, clock=clock)
         tier.held = tier.name in held
-        tier.after_probe = partial(_remember_root, catalog, tier_config)
+        tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
     setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = Budget(
@@ -293,6 +296,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         budget=budget,
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
+        marks=marks,
     )
     tell(node, rebuilt)
     return node
@@ -303,11 +307,12 @@ def root_setting(tier: TierConfig) -> str:
     return f"root:{tier.name}:{tier.path}"
 
 
-async def _remember_root(catalog: Catalog, tier: TierConfig, proved: Capabilities) -> None:
+async def _remember_root(marks: MarkKeeper, tier: TierConfig, proved: Capabilities) -> None:
     """So that after a restart an unmounted, empty directory is not taken for the tier."""
     mark = proved.notes.get("marker")
     if mark is not None:
-        await catalog.write(lambda txn: txn.set_setting(root_setting(tier), mark.encode()))
+        name, value = root_setting(tier), mark.encode()
+        await marks.change(setting(name, value), lambda txn: txn.set_setting(name, value))
 
 
 def _care(

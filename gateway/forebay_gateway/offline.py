@@ -43,6 +43,7 @@ class Rebuild:
     checkpoints: int = 0  # known after it
     from_tiers: int = 0  # of those, on tiers that could be reached
     unreachable: tuple[str, ...] = ()
+    marks_lost: str = ""  # pins and the like that could not be set again
 
 
 def fsck(config_path: str | None, deep: bool) -> list[dict[str, Any]]:
@@ -126,10 +127,11 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
     async with _opened(_with_rebuild(config, "auto"), source) as node:
         await recover(node)
         on_tiers = await adopt_from_tiers(node, Finder(node))
+        marks = await node.marks.restore()  # once more, for what only the tiers know
         with node.catalog.read() as txn:
             checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))
         away = tuple(tier.name for tier in node.unreachable_tiers())
-    return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away)
+    return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away, marks.sentence)
 
 
 async def _damage(path: Path, config: Config) -> str:

@@ -254,9 +254,10 @@ def rebuild(
 ) -> int:
     """Make the catalog anew from the cache's files and the tiers' manifests, without a running gateway.
 
-    A dry run unless --apply is given. The old catalog is kept beside it; pins and held queues are lost.
+    A dry run unless --apply is given. The old catalog is kept beside it, and pins, holds and deletions under way
+    are set again.
 
-    JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable.
+    JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable, marks_lost.
     """
     done = _offline("rebuild", config, apply, force)
     if json:
@@ -266,11 +267,13 @@ def rebuild(
     say(f"cache    {done['sealed_files']} sealed shard files, {done['part_files']} committed parts")
     if not done["applied"]:
         needed = "would set the catalog aside and make it anew from these files and the tiers' manifests; give --apply"
-        say(needed if done["damage"] else "nothing to do; --apply --force makes it anew all the same, without pins and holds")
+        say(needed if done["damage"] else "nothing to do; --apply --force makes it anew all the same")
         return exits.DONE
     say(f"rebuilt  {done['checkpoints']} checkpoints are known, {done['from_tiers']} of them complete")
     if done["aside"]:
         say(f"kept     the old catalog as {done['aside']}")
+    if done["marks_lost"]:
+        say(f"marks    {done['marks_lost']}")
     if done["unreachable"]:
         say(f"not asked, since they cannot be reached now: {', '.join(done['unreachable'])}")
     return exits.DONE

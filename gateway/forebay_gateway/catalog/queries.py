@@ -235,6 +235,11 @@ class ReadTxn:
         key = name.encode("utf-8")
         return self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
 
+    def settings(self) -> Iterator[tuple[str, bytes]]:
+        """All small named values, by name."""
+        for key, value in self._scan(self._db.settings):
+            yield key.decode("utf-8"), value
+
     def _sums(self, database: Database, key: bytes, length: int) -> tuple[int, ...]:
         return schema.unpack_sums(self._get(database, key), length)
 

@@ -17,6 +17,7 @@ from forebay_gateway.core.config import Config
 from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 MEND_HINTS_MAX = 4096
@@ -59,6 +60,7 @@ class Node:
     budget: Budget
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
     movers: MoverPool
+    marks: MarkKeeper
     changes: Changes = field(default_factory=Changes)
     first_seen_s: dict[int, float] = field(default_factory=dict)  # session: monotonic, in this process
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
