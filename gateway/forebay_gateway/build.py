@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
-from forebay_gateway.base.tasks import Crew, Worker
+from forebay_gateway.base.tasks import Crew, Worker, uncut_ended
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged, is_damage
@@ -232,6 +232,7 @@ class Gateway:
             await self._server.stop(grace_s)
         if self._writes is not None:  # gRPC does not wait for handlers that it cancels: they have files to remove yet
             await self._writes.settled(SETTLE_S_MAX)
+        await uncut_ended(SETTLE_S_MAX)  # commits, aborts, groups of small shards: their callers are gone, they are not
         stopping = asyncio.ensure_future(self._crew.stop(grace_s))
         await node.movers.stop(min(grace_s, 2.0))
         await stopping

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from forebay_gateway.base.clock import Clock
 
-__all__ = ["Crew", "Worker", "uncut"]
+__all__ = ["Crew", "Worker", "uncut", "uncut_ended"]
 
 log = logging.getLogger("forebay.tasks")
 
@@ -27,15 +27,27 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
+_uncut: "set[asyncio.Task[Any]]" = set()  # acts under way, whoever asked for them
+
+
 async def uncut(act: Coroutine[Any, Any, T]) -> T:
     """The result of `act`, which goes on to its end also where the caller is cancelled; what it raises then is logged."""
     task = asyncio.ensure_future(act)
+    _uncut.add(task)
+    task.add_done_callback(_uncut.discard)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         if not task.done():
             task.add_done_callback(_unheard)
         raise
+
+
+async def uncut_ended(timeout_s: float) -> None:
+    """Until every act under way on this loop has come to its end, at most `timeout_s`: before what they stand on is closed."""
+    loop = asyncio.get_running_loop()
+    if acts := [task for task in _uncut if task.get_loop() is loop]:
+        await asyncio.wait(acts, timeout=timeout_s)
 
 
 def _unheard(task: "asyncio.Task[Any]") -> None:

@@ -54,6 +54,7 @@ class MarkKeeper:
         self._cache, self._catalog = cache, catalog
         self._lock = asyncio.Lock()
         self._marks: Marks | None = None
+        self._document: Marks | None = None  # as far as is known: what the last write made
 
     async def change(self, change: Callable[[Marks], Marks], act: Callable[[WriteTxn], T], *, spare: bool = False) -> T:
         """The document as `change` makes it, durable; then `act` in the catalog. Raises as both do.
@@ -98,11 +99,13 @@ class MarkKeeper:
         else:
             problem = ""
         async with self._lock:
+            self._document = None if problem else document
             restored = Restored(problem=problem)
             if document is not None and self._known() != document:
                 restored = replace(await self._catalog.write(partial(_apply, document), frees=True), problem=problem)
             self._marks = None
-            if not restored.lost and self._known() != (document or Marks()):  # what is lost may come back with a tier
+            # What is lost now may come back with a tier, so it stays until the next change; a first start leaves no document.
+            if not restored.lost and (document is not None or self._known() != Marks()):
                 await self._try_write(self._known())
         return restored
 
@@ -114,7 +117,10 @@ class MarkKeeper:
             log.info("the document of marks could not be written error=%s", error)
 
     async def _write(self, marks: Marks) -> None:
-        await asyncio.to_thread(write_marks, self._cache.path, marks)
+        if marks != self._document:
+            self._document = None
+            await asyncio.to_thread(write_marks, self._cache.path, marks)
+            self._document = marks
 
     def _known(self) -> Marks:
         if self._marks is None:
