@@ -35,6 +35,7 @@ from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, tell
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.care.space import Space
+from forebay_gateway.paths.care.tier_scrub import TierScrubber
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.complete import Announcer, Completion
@@ -141,7 +142,12 @@ class Gateway:
         ]
         scrub = self._worker("scrub", care.scrub.step, 60.0)
         care.scrub.on_start(scrub.wake)
+        reading = []
+        for name, each in care.tier_scrubs.items():
+            reading.append(self._worker(f"scrub {name}", each.step, 60.0))
+            each.on_start(reading[-1].wake)
         quiet = [
+            *reading,
             self._worker("silent", commits.drop_silent, 60.0),
             self._worker("health", watch.step, 1.0),
             scrub,
@@ -331,6 +337,7 @@ def _care(
     return Care(
         verify=Verifier(node, finder, reads, evictor),
         scrub=Scrubber(node, reads, evictor),
+        tier_scrubs={each.name: TierScrubber(node, reads, node.tiers[each.name], each) for each in node.config.tiers},
         check=checker,
         repair=Repairer(node, checker, mender),
         quarantine=Quarantine(node),
