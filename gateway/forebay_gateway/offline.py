@@ -5,7 +5,7 @@ Owns opening the node's parts for one command, under the cache's lock, and closi
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway, open_node
 from forebay_gateway.cache.layout import CacheDir, FoundFile
-from forebay_gateway.catalog import Catalog, CatalogDamaged
+from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems
 from forebay_gateway.core.config import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
 from forebay_gateway.paths.care.finding import Finding
@@ -135,7 +135,7 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
 
 
 async def _damage(path: Path, config: Config) -> str:
-    """Why the catalog cannot be used; every shard's row is read."""
+    """Why the catalog cannot be used; every row is read, and compared with what hangs on it."""
     if why := await asyncio.to_thread(damage_note, path):
         return why
     try:
@@ -147,6 +147,9 @@ async def _damage(path: Path, config: Config) -> str:
             for row in txn.all_shards():
                 txn.copies(row.key)
             list(txn.sessions())
+        async with aclosing(index_problems(catalog)) as problems:
+            async for problem in problems:
+                return f"it contradicts itself: {problem}"
     except ForebayError as error:
         return str(error)
     finally:

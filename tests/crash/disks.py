@@ -149,6 +149,11 @@ class LoopDisk(Mounted):
         assert made.returncode == 0, made.stderr
         super().__init__(directory / "disk", "-o", f"loop,{options}", str(self.image))
 
+    def remount(self, how: str) -> None:
+        """ "ro" or "rw"; nobody has a file of it open for writing."""
+        made = run("mount", "-o", f"remount,{how}", str(self.path))
+        assert made.returncode == 0, made.stderr
+
     def lose_power(self) -> None:
         """From this moment nothing reaches the disk, not even the journal's last entries."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
