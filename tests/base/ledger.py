@@ -18,7 +18,7 @@ from forebay_gateway.base.durable import TEMP_PREFIX
 
 
 def _counts(name: str) -> bool:
-    return not name.startswith((TEMP_PREFIX, ".forebay-lock"))
+    return not name.startswith((TEMP_PREFIX, ".forebay-lock", "forebay.lock"))
 
 
 class Ledger:
@@ -29,12 +29,18 @@ class Ledger:
         self._root, self._emptied = str(root), emptied
         self._unsynced: dict[str, str] = {}  # directory: the last change in it
         self._synced: set[int] = set()  # inodes
+        self._written: dict[int, str] = {}  # inode: a file under a name that counts
         self._early: list[str] = []
         self._lock = threading.Lock()
 
     def problems(self) -> list[str]:
         with self._lock:
-            return [*self._early, *(f"{what}, and {directory} is not synced" for directory, what in self._unsynced.items())]
+            late = [f"{path} was written, and is not synced" for path in self._written.values()]
+            return [
+                *self._early,
+                *late,
+                *(f"{what}, and {directory} is not synced" for directory, what in self._unsynced.items()),
+            ]
 
     def _changed(self, path: Any, what: str, dir_fd: int | None = None) -> None:
         text = os.fspath(path)
@@ -65,11 +71,30 @@ class Ledger:
                 self._unsynced.pop(os.readlink(f"/proc/self/fd/{descriptor}"), None)
             else:
                 self._synced.add(found.st_ino)
+                self._written.pop(found.st_ino, None)
+
+    def _wrote(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.startswith(self._root) and _counts(path.rpartition("/")[2]):
+            with self._lock:
+                self._written[os.fstat(descriptor).st_ino] = path
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["Ledger"]:
         with contextlib.ExitStack() as stack:
-            for name in ("open", "rename", "replace", "link", "symlink", "unlink", "mkdir", "rmdir", "fsync"):
+            for name in (
+                "open",
+                "rename",
+                "replace",
+                "link",
+                "symlink",
+                "unlink",
+                "mkdir",
+                "rmdir",
+                "fsync",
+                "write",
+                "pwrite",
+            ):
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, getattr(os, name))))
             yield self
 
@@ -82,6 +107,8 @@ class Ledger:
             result = real(*arguments, **options)
             if name == "fsync":
                 self._fsynced(arguments[0])
+            elif name in ("write", "pwrite"):
+                self._wrote(arguments[0])
             elif name == "open":
                 if is_new:
                     self._opened(arguments[0], result, options)

@@ -1,5 +1,6 @@
 """Every durable act of the gateway against the ledger: when it returns, no power loss could take it back."""
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -37,11 +38,11 @@ def a_session_and_its_end(root: Path) -> None:
         cache.make_session_dir(7)
         cache.write_part(7, 0, 1, b"{}")
         cache.remove_part_files(7)
-        cache.drop_session_dir(7)
         cache.make_session_dir(8)
         path = cache.shard_path(ShardKey(8, 9))
         path.touch()
         cache.unlink(path)
+        cache.drop_session_dir(7)
     finally:
         cache.release()
 
@@ -115,7 +116,23 @@ async def delete_again(tier: PosixTier) -> None:
     await tier.delete("run/a")
 
 
-TIER_ACTS: list[Callable[[PosixTier], Awaitable[None]]] = [put, create, replace, replace_matching, point, delete, delete_again]
+async def settle(tier: PosixTier) -> None:
+    """What an earlier call may have left unsynced when its answer was lost."""
+    await tier.put_small("run/a", b"x")
+    os.rename(tier.root / "run" / "a", tier.root / "run" / "b")
+    await tier.settle("run/b")
+
+
+TIER_ACTS: list[Callable[[PosixTier], Awaitable[None]]] = [
+    put,
+    create,
+    replace,
+    replace_matching,
+    point,
+    delete,
+    delete_again,
+    settle,
+]
 
 
 @pytest.mark.parametrize("act", TIER_ACTS)

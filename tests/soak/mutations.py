@@ -160,6 +160,13 @@ SYNCS = (
         ACTS,
     ),
     Mutation(
+        "client: the restored directory's own name",
+        DIRECTORIES,
+        "            os.fsync(descriptor)\n        finally:\n            os.close(descriptor)\n\n    def publish",
+        "            pass\n        finally:\n            os.close(descriptor)\n\n    def publish",
+        RESTORES,
+    ),
+    Mutation(
         "client: fsync of a restored file", DIRECTORIES, "                os.fsync(descriptor)", "                pass", ACTS
     ),
     Mutation(

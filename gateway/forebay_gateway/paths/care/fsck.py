@@ -1,8 +1,8 @@
 """What the catalog says against what is there. Reports, and changes nothing.
 
-    indexes against rows -> cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for each
-    session and tier: the documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what nobody
-    here owns
+    indexes against rows -> cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for
+    each session and tier: the documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what
+    nobody here owns
 
 Owns the comparisons; each finding names its remedy, which is repair.py's to carry out. While the gateway serves, what looks
 wrong is looked at twice: a stream may be between its file and its row.
