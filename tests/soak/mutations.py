@@ -167,7 +167,11 @@ SYNCS = (
         RESTORES,
     ),
     Mutation(
-        "client: fsync of a restored file", DIRECTORIES, "                os.fsync(descriptor)", "                pass", ACTS
+        "client: fsync of a restored file",
+        DIRECTORIES,
+        "                os.fsync(descriptor)",
+        "                pass",
+        RESTORES,
     ),
     Mutation(
         "client: a restored directory", DIRECTORIES, "                os.fsync(directory)", "                pass", RESTORES
