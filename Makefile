@@ -21,10 +21,12 @@ test: lint
 
 # Hours, not minutes: the full matrices, many rounds of kills, and each safeguard removed once. Writes tests/README.md's figures.
 ROUNDS ?= 200
+FUZZ_S ?= 1800
 soak: $(VENV)/.installed
 	rm -rf .bench/soak && mkdir -p .bench/soak
 	FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(CURDIR)/.bench/soak \
 	  $(BIN)/python -m pytest --timeout 14400 tests/crash tests/faults tests/hostile tests/model tests/integration
+	PYTHONPATH=tests $(BIN)/python tests/hostile/fuzz.py all $(FUZZ_S)
 	$(BIN)/python tests/soak/mutations.py --json .bench/soak/mutations.json
 	$(BIN)/python tests/soak/report.py .bench/soak
 

@@ -32,9 +32,10 @@ class Care:
         request = pb.VerifyRequest(run=run, step=step, source=source)
         return self._stream(lambda stubs: stubs.care.Verify, request, f"verify {run}/{step}", CopyReport)
 
-    def scrub(self, action: str = "status") -> ScrubStatus:
-        """Start or stop the background reading ("start", "stop"), or ask how far it is."""
-        return self._call(lambda stubs: stubs.care.Scrub, pb.ScrubRequest(action=action), f"scrub: {action}", ScrubStatus)
+    def scrub(self, action: str = "status", tier: str = "") -> ScrubStatus:
+        """Start or stop the background reading ("start", "stop") of the cache, or of a tier; or ask how far all are."""
+        request = pb.ScrubRequest(action=action, tier=tier)
+        return self._call(lambda stubs: stubs.care.Scrub, request, f"scrub: {action}", ScrubStatus)
 
     def fsck(self, *, deep: bool = False) -> Iterator[Finding]:
         """Compare the catalog with files and tiers; `deep` reads every byte. Changes nothing."""

@@ -32,6 +32,7 @@ _RECORDS: dict[type[Message], type[Any]] = {
     admin_pb2.Alarm: types.Alarm,
     admin_pb2.CopyReport: types.CopyReport,
     admin_pb2.ScrubStatus: types.ScrubStatus,
+    admin_pb2.TierScrub: types.TierScrub,
     admin_pb2.Finding: types.Finding,
     admin_pb2.Quarantined: types.Quarantined,
     admin_pb2.Garbage: types.Garbage,

@@ -160,10 +160,18 @@ class Target:
         finally:
             os.close(descriptor)
 
+    @staticmethod
+    def _sync(directory: Path) -> None:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def publish(self) -> None:
         """Give every file its name. Until here nothing that was there before has changed."""
         self._created.clear()
-        self._made.clear()
+        made, self._made = self._made, []
         while self._pending:
             pending = self._pending[-1]
             try:
@@ -175,6 +183,8 @@ class Target:
         if self._durable:
             for directory in self._directories.values():
                 os.fsync(directory)
+            for path in made:  # the target itself is an entry too
+                self._sync(path.parent)
 
     def close(self) -> None:
         """Remove what was not published."""

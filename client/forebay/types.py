@@ -263,6 +263,22 @@ class CopyReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TierScrub:
+    """The background reading back of one tier. Counts are of the pass under way, else of the last one."""
+
+    tier: str
+    state: str
+    rate_bytes_per_s: int
+    every_s: float
+    passes: int
+    copies: int
+    bytes: int
+    bad: int
+    unreadable: int
+    next_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ScrubStatus:
     """The background reading of the cache. Counts are of the pass under way, else of the last one."""
 
@@ -277,6 +293,7 @@ class ScrubStatus:
     copies_bad: int
     copies_not_asked: int
     next_in_s: float | None
+    tiers: tuple[TierScrub, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from grpc_reflection.v1alpha import reflection
 from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
-from forebay_gateway.base.tasks import Crew, Worker, uncut_left
+from forebay_gateway.base.tasks import Crew, Worker, uncut_ended, uncut_left
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.catalog import Catalog, CatalogDamaged, is_damage
+from forebay_gateway.catalog import CatalogDamaged, is_damage
 from forebay_gateway.core.config import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
@@ -35,6 +35,7 @@ from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, tell
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.care.space import Space
+from forebay_gateway.paths.care.tier_scrub import TierScrubber
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.complete import Announcer, Completion
@@ -44,6 +45,7 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.handover import leave_clean
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.lease import Leases
+from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
@@ -147,7 +149,12 @@ class Gateway:
         ]
         scrub = self._worker("scrub", care.scrub.step, 60.0)
         care.scrub.on_start(scrub.wake)
+        reading = []
+        for name, each in care.tier_scrubs.items():
+            reading.append(self._worker(f"scrub {name}", each.step, 60.0))
+            each.on_start(reading[-1].wake)
         quiet = [
+            *reading,
             self._worker("silent", commits.drop_silent, 60.0),
             self._worker("health", watch.step, 1.0),
             scrub,
@@ -255,6 +262,7 @@ class Gateway:
             await self._fd_socket.close()
         if self._writes is not None:  # gRPC does not wait for handlers that it cancels: they have files to remove yet
             await self._writes.settled(SETTLE_S_MAX)
+        await uncut_ended(SETTLE_S_MAX)  # commits, aborts, groups of small shards: their callers are gone, they are not
         stopping = asyncio.ensure_future(self._crew.stop(grace_s))
         await node.movers.stop(min(grace_s, 2.0))
         ended = await stopping
@@ -283,6 +291,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     try:
         names = [tier.name for tier in config.tiers]
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
+        await restore_settings(cache, catalog)
         with catalog.read() as txn:
             used = txn.totals().used
             held = {name for name in names if txn.setting(held_setting(name))}
@@ -291,13 +300,14 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         io.close()
         cache.release()
         raise
+    marks = MarkKeeper(cache, catalog)
     tiers = {}
     for tier_config in config.tiers:
         root = roots[tier_config.name]
         opened = open_tier(tier_config, owner=config.node.id, known_root=None if root is None else root.decode())
         tier = MonitoredTier(opened, required=tier_config.required, clock=clock)
         tier.held = tier.name in held
-        tier.after_probe = partial(_remember_root, catalog, tier_config)
+        tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
     setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = Budget(
@@ -319,6 +329,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         budget=budget,
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
+        marks=marks,
     )
     tell(node, rebuilt)
     return node
@@ -329,11 +340,12 @@ def root_setting(tier: TierConfig) -> str:
     return f"root:{tier.name}:{tier.path}"
 
 
-async def _remember_root(catalog: Catalog, tier: TierConfig, proved: Capabilities) -> None:
+async def _remember_root(marks: MarkKeeper, tier: TierConfig, proved: Capabilities) -> None:
     """So that after a restart an unmounted, empty directory is not taken for the tier."""
     mark = proved.notes.get("marker")
     if mark is not None:
-        await catalog.write(lambda txn: txn.set_setting(root_setting(tier), mark.encode()))
+        name, value = root_setting(tier), mark.encode()
+        await marks.change(setting(name, value), lambda txn: txn.set_setting(name, value))
 
 
 def _care(
@@ -351,6 +363,7 @@ def _care(
     return Care(
         verify=Verifier(node, finder, reads, evictor),
         scrub=Scrubber(node, reads, evictor),
+        tier_scrubs={each.name: TierScrubber(node, reads, node.tiers[each.name], each) for each in node.config.tiers},
         check=checker,
         repair=Repairer(node, checker, mender),
         quarantine=Quarantine(node),

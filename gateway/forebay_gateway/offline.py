@@ -5,7 +5,7 @@ Owns opening the node's parts for one command, under the cache's lock, and closi
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway, open_node
 from forebay_gateway.cache.layout import CacheDir, FoundFile
-from forebay_gateway.catalog import Catalog, CatalogDamaged
+from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems
 from forebay_gateway.core.config import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
 from forebay_gateway.paths.care.finding import Finding
@@ -43,6 +43,7 @@ class Rebuild:
     checkpoints: int = 0  # known after it
     from_tiers: int = 0  # of those, on tiers that could be reached
     unreachable: tuple[str, ...] = ()
+    marks_lost: str = ""  # pins and the like that could not be set again
 
 
 def fsck(config_path: str | None, deep: bool) -> list[dict[str, Any]]:
@@ -126,14 +127,15 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
     async with _opened(_with_rebuild(config, "auto"), source) as node:
         await recover(node)
         on_tiers = await adopt_from_tiers(node, Finder(node))
+        marks = await node.marks.restore()  # once more, for what only the tiers know
         with node.catalog.read() as txn:
             checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))
         away = tuple(tier.name for tier in node.unreachable_tiers())
-    return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away)
+    return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away, marks.sentence)
 
 
 async def _damage(path: Path, config: Config) -> str:
-    """Why the catalog cannot be used; every shard's row is read."""
+    """Why the catalog cannot be used; every row is read, and compared with what hangs on it."""
     if why := await asyncio.to_thread(damage_note, path):
         return why
     try:
@@ -146,6 +148,9 @@ async def _damage(path: Path, config: Config) -> str:
                 txn.copies(row.key)
                 list(txn.inside(row))
             list(txn.sessions())
+        async with aclosing(index_problems(catalog)) as problems:
+            async for problem in problems:
+                return f"it contradicts itself: {problem}"
     except ForebayError as error:
         return str(error)
     finally:

@@ -43,7 +43,7 @@ def main(config_path: str | None) -> int:
         setup_logging(config.log.level, config.log.format)
         keep_freed_memory()
         return uvloop.run(_serve(config, source))
-    except ForebayError as error:
+    except (ForebayError, OSError) as error:  # of the start: what fails later is told by its worker
         print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201
         return 1
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from catalog.kit import begin, commit, dump, opened, put, sealed, verify
+from catalog.kit import begin, commit, dump, entry, manifest, opened, put, sealed, verify
 from forebay_gateway.catalog import Catalog, WriteTxn
-from forebay_gateway.core.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.records import (
     CopyRow,
     PartState,
@@ -407,3 +407,21 @@ async def test_ids_rise_and_are_not_given_again_after_their_rows_went(tmp_path: 
         catalog.raise_ids(10_000)
         catalog.raise_ids(5)
         assert catalog.new_id() == 10_001
+
+
+async def test_a_manifest_of_other_bytes_is_not_adopted_over_a_shard_that_is_here(catalog: Catalog) -> None:
+    session = await begin(catalog, writers=1)
+    (key,) = await put(catalog, session, "x", size=100)
+    await commit(catalog, session)
+    with catalog.read() as txn:
+        before = dump(txn)
+    document = manifest([[entry("x", b"other bytes")]])
+
+    def act(txn: WriteTxn) -> None:
+        txn.adopt_manifest(document, "pfs", session_id=catalog.new_id(), new_id=catalog.new_id)
+
+    with pytest.raises(Corrupt, match="disagree on shard 'x'"):
+        await catalog.write(act)
+    with catalog.read() as txn:
+        assert dump(txn) == before
+        assert txn.shard(key) is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import forebay
+from base.ledger import Ledger
 from forebay import Client
 from forebay.testing import MemoryGateway
 
@@ -34,7 +35,9 @@ def test_a_directory_comes_back(client: Client, source: Path, tmp_path: Path) ->
     assert (saved.shards, saved.level, saved.checkpoint_complete) == (35, "pfs", True)
     for step, durable in ((3, False), ("latest", True)):
         target = tmp_path / f"out-{step}"
-        restored = client.restore_dir("r", step, target, durable=durable)
+        with Ledger(tmp_path).watching() as ledger:
+            restored = client.restore_dir("r", step, target, durable=durable)
+        assert ledger.problems() == [] or not durable
         assert _tree(target) == _tree(source)
         assert (restored.step, restored.shards, restored.size) == (3, 35, saved.size)
     assert client.restore_dir("r", 3, tmp_path / "pfs", source="pfs", streams=1).shards == 35

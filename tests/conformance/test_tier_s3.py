@@ -26,6 +26,7 @@ from forebay_gateway.tiers.base import Capabilities, PutOptions
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
 from forebay_gateway.tiers.s3 import multipart as s3_multipart
 from forebay_gateway.tiers.s3.tier import S3Tier
+from forebay_wire.checksums import crc32c
 
 pytestmark = pytest.mark.s3
 
@@ -401,3 +402,27 @@ async def test_bare_404_from_something_else_is_not_absence(proxied: tuple[S3Tier
     for act in (tier.head("x"), tier.get_small("x"), collect(tier.read("x", 0, 5)), tier.list("x"), tier.delete("x")):
         with pytest.raises(InvalidArgument, match="bucket does not exist"):
             await act
+
+
+async def test_the_server_s_checksum_is_compared_with_the_source_s(s3: S3Tier) -> None:
+    data = blob(11 * MIB)  # in parts: of those it keeps one over the whole object
+    await s3.put("x", BytesSource(data))
+    assert (await s3.verify("x", BytesSource(data))).crc32c == crc32c(data)
+    with pytest.raises(Corrupt, match="checksum differs"):
+        await s3.verify("x", BytesSource(data, wrong=True))
+
+
+async def test_a_document_that_arrives_damaged_is_not_believed(s3: S3Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    await s3.put_small("doc", b"a document")
+    real, info = s3.client.receive, s3._info
+
+    async def damaged(*arguments: Any) -> bytes:
+        data = await real(*arguments)
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    told = crc32c(b"a document")  # what a server says that keeps checksums of documents too
+    monkeypatch.setattr(s3, "_info", lambda key, answer: dataclasses.replace(info(key, answer), crc32c=told))
+    assert (await s3.get_small("doc"))[0] == b"a document"
+    monkeypatch.setattr(s3.client, "receive", damaged)
+    with pytest.raises(Unavailable, match="arrived damaged"):
+        await s3.get_small("doc")

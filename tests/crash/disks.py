@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from crash.kit import NODE, RUN, Trainer, until
-from forebay.demo.gateways import GatewayProcess, posix_tier
+from forebay.demo.gateways import FOREBAY, GatewayProcess, posix_tier
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)
 NO_LOG_FLUSH = 2
@@ -148,6 +148,11 @@ class LoopDisk(Mounted):
         made = run(*command, *format_options, str(self.image))
         assert made.returncode == 0, made.stderr
         super().__init__(directory / "disk", "-o", f"loop,{options}", str(self.image))
+
+    def remount(self, how: str) -> None:
+        """ "ro" or "rw"; nobody has a file of it open for writing."""
+        made = run("mount", "-o", f"remount,{how}", str(self.path))
+        assert made.returncode == 0, made.stderr
 
     def lose_power(self) -> None:
         """From this moment nothing reaches the disk, not even the journal's last entries."""
@@ -291,3 +296,19 @@ class Faults:
                 if call[2] == "-1":
                     failed.add(call[1])
         return len(failed)
+
+
+def start_with_faults(
+    gateway: GatewayProcess, calls: str, error: str, when: str, paths: Iterable[Path], directory: Path
+) -> Path:
+    """Start a gateway whose calls on `paths` fail from its first moment on; what strace wrote. It may end by itself."""
+    output = directory / "strace-start.out"
+    command = [need("strace"), "-D", "-f", "-y", "-o", str(output), "-e", f"trace={calls}"]
+    command += ["-e", f"inject={calls}:error={error}:when={when}"]
+    for path in paths:
+        command += ["-P", str(path)]
+    with gateway.log.open("ab") as log:
+        environment = {**os.environ, **gateway.environment}
+        serve = [str(FOREBAY), "serve", "--config", str(gateway.config)]
+        gateway.process = subprocess.Popen([*command, *serve], stdout=log, stderr=log, env=environment)
+    return output

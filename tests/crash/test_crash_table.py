@@ -359,6 +359,23 @@ def test_a_deletion_that_was_cut_off_goes_on(bench: Bench, passes: int) -> None:
     bench.check_settled({1})
 
 
+def test_a_deletion_that_was_cut_off_and_lost_its_catalog_goes_on(bench: Bench) -> None:
+    """Its manifest is off one tier, its shards are everywhere, and only the marks beside the catalog know of it."""
+    bench.gateway.start(failpoints="delete.manifest_gone=kill")
+    saved(bench)
+    saved(bench, step=2)
+    with bench.client(retry_s=0.0) as client, pytest.raises(ForebayError):
+        client.delete(RUN, 2)
+    assert bench.gateway.wait_exit() == -signal.SIGKILL
+    shutil.rmtree(bench.cache / "catalog")
+    bench.gateway.start()
+    with bench.client() as client:
+        assert client.latest(RUN) == 1
+        assert [found.step for found in client.checkpoints(RUN)] == [1]
+        until(lambda: not [name for name in (*bench.objects(), *bench.files_on_pfs()) if "step-000000000002" in name], "gone")
+    bench.check_settled({1})
+
+
 def test_a_deletion_of_undrained_data_that_was_cut_off_is_no_alarm(bench: Bench) -> None:
     """Its files go before its rows: killed in between, the rows without files are not lost data."""
     held(bench)

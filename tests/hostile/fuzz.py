@@ -1,10 +1,12 @@
 """Coverage-guided fuzzing with atheris: `python tests/hostile/fuzz.py TARGET [libFuzzer options]`, or `all SECONDS`.
 
-Needs atheris, which is not among the development requirements: without it this says so and ends well.
+Needs atheris, which has wheels for Linux only: without it this says so and ends well. An input that breaks a target is kept in
+the temporary directory, and its path is printed.
 """
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,8 +23,15 @@ def main(arguments: list[str]) -> int:
         from hostile.fuzz_targets import TARGETS
 
         share = max(1, int(arguments[1]) // len(TARGETS))
-        codes = [subprocess.run([sys.executable, __file__, name, f"-max_total_time={share}"]).returncode for name in TARGETS]
-        return max(codes)
+        options = [
+            f"-max_total_time={share}",
+            f"-artifact_prefix={tempfile.gettempdir()}/forebay-fuzz-",
+            "-print_final_stats=0",
+        ]
+        codes = {name: subprocess.run([sys.executable, __file__, name, *options]).returncode for name in TARGETS}
+        failed = [name for name, code in codes.items() if code]
+        print(f"{len(codes)} targets, {share} s each, {len(failed)} failed {' '.join(failed)}".rstrip())
+        return 1 if failed else 0
     with atheris.instrument_imports(include=["forebay_wire", "forebay_gateway", "forebay"]):
         from hostile.fuzz_targets import TARGETS
     if not arguments or arguments[0] not in TARGETS:

@@ -52,7 +52,10 @@ def requests(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    text = data.decode("utf-8", "surrogatepass" if data[:1] == b"\xed" else "replace")
+    try:
+        text = data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "replace")
     for check in (check_run, check_shard_name, check_session):
         with contextlib.suppress(InvalidName):
             assert check(text) == text
@@ -62,7 +65,7 @@ def names(data: bytes) -> None:
             if check is not check_session:
                 assert not set(text.split("/")) & {"", ".", ".."}
     with contextlib.suppress(InvalidArgument):
-        assert not os.path.normpath("/tier/" + check_key(text)).startswith(("/tier/..", "/etc"))
+        assert os.path.normpath("/tier/" + check_key(text)).startswith("/tier/")
     parse_step_dir(text)
     for parse in (parse_size, parse_duration):
         with contextlib.suppress(ValueError):

@@ -179,3 +179,34 @@ def test_a_rebuild_finds_what_the_cache_no_longer_has(gateway: GatewayProcess, j
         assert client.latest(job.run) == job.step
     job.assert_restores(gateway, tmp_path / "restored")
     eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode == 0)
+
+
+def another_name(gateway: GatewayProcess) -> None:
+    """One letter of a shard's name in every copy of its row that the file holds: it still decodes, and is nobody's name."""
+    data = data_file(gateway).read_bytes()
+    at = data.find(NAME.encode())
+    assert at > 0
+    while at > 0:
+        flip_byte(data_file(gateway), at + len(NAME) - 1)
+        at = data.find(NAME.encode(), at + 1)
+
+
+def test_a_row_that_is_wrong_and_still_decodes_is_found_and_mended_by_a_rebuild(
+    gateway: GatewayProcess, job: Job, tmp_path: Path
+) -> None:
+    another_name(gateway)
+    assert "index" in {entry["kind"] for entry in offline_fsck(gateway)}
+    dry = json.loads(gateway.cli("rebuild", "--config", str(gateway.config), "--json").stdout)
+    assert "contradicts itself" in dry["damage"]
+    gateway.start()
+    found = json.loads(gateway.cli("fsck", "--json", check=False).stdout)
+    assert {entry["where"] for entry in found if entry["kind"] == "index"} == {"catalog"}
+    done = gateway.cli("repair", "--apply", "--json", check=False)
+    assert done.returncode == 4  # only the next start can
+    outcomes = {entry["outcome"] for entry in json.loads(done.stdout) if entry["kind"] == "index"}
+    assert outcomes == {"noted: the next start makes the catalog anew"}
+    gateway.terminate()
+    gateway.start()
+    eventually(lambda: gateway.cli("fsck", "--deep", check=False), lambda result: result.returncode == 0)
+    job.wait(gateway)
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")

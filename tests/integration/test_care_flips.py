@@ -65,6 +65,18 @@ def scrub(pair: Pair) -> Any:
         return eventually(lambda: client.care.scrub(), lambda now: now.passes > before.passes)
 
 
+def read_back(pair: Pair, tier: str) -> Any:
+    """A whole reading back of one tier; its figures."""
+
+    def now(client: forebay.Client) -> Any:
+        return next(each for each in client.care.scrub().tiers if each.tier == tier)
+
+    with forebay.Client(pair.a.address) as client:
+        before = eventually(lambda: now(client), lambda each: each.state != "running")
+        client.care.scrub("start", tier)
+        return eventually(lambda: now(client), lambda each: each.passes > before.passes)
+
+
 def flip_in_cache(pair: Pair, job: Job, place: str) -> None:
     data = job.shards(0)[NAME]
     flip_byte(cache_file_of(pair.a, data), CACHE_PLACES[place](len(data)))
@@ -112,11 +124,14 @@ TIERS = {"pfs": damage_pfs, "object": damage_object}
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("how", ["verify", "fsck", "scrub"])
+@pytest.mark.parametrize("how", ["verify", "fsck", "scrub", "reading back"])
 def test_a_bit_in_a_shard_on_a_tier(pair: Pair, saved: Job, tmp_path: Path, tier: str, how: str) -> None:
     TIERS[tier](pair, saved.key(NAME), 9 * CHUNK + 1)
     if how == "verify":
         assert verdicts(pair, saved, tier) == {(NAME, tier): "bad"}
+    elif how == "reading back":
+        assert read_back(pair, tier).bad == 1
+        assert set(quarantine_ids(pair, saved)) == {tier}
     elif how == "scrub":
         assert scrub(pair).copies_bad == 1  # its version is another than the proved one
     else:

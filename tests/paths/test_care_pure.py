@@ -13,10 +13,10 @@ from forebay_gateway.core.states import ShardState
 from forebay_gateway.movers.jobs import ShardItem
 from forebay_gateway.paths.care.fsck import file_problem, part_file_problem
 from forebay_gateway.paths.care.lock import Maintenance
+from forebay_gateway.paths.care.passes import ScrubState, decode_state
 from forebay_gateway.paths.care.proof import BYTES_A_JOB, ITEMS_A_JOB, batches
 from forebay_gateway.paths.care.quarantine import parse_id
 from forebay_gateway.paths.care.rebuild import LOST, config_option, damage_note, note_damage, set_aside
-from forebay_gateway.paths.care.scrub import ScrubState, decode_state
 from forebay_gateway.paths.safety import is_published
 from forebay_wire.manifest import PartRecord
 

@@ -80,30 +80,43 @@ def scrub(
     start: Annotated[bool, typer.Option("--start", help="Begin now, or go on after --stop.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Pause until --start.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Say how far it is; this is the default.")] = False,
+    tier: Annotated[str, typer.Option("--tier", metavar="TIER", help="Start or stop the reading back of a tier.")] = "",
     json: Json = False,
 ) -> int:
-    """Start, stop or show the slow reading of the whole cache in the background.
+    """Start, stop or show the slow reading of the whole cache, or of what lies on a tier, in the background.
 
-    Exit 4 when the pass found something bad. JSON keys: state, rate_bytes_per_s, every_s, passes, shards, bytes, bad, copies,
-    copies_bad, copies_not_asked, next_in_s.
+    Exit 4 when a pass found something bad. JSON keys: state, rate_bytes_per_s, every_s, passes, shards, bytes, bad, copies,
+    copies_bad, copies_not_asked, next_in_s, tiers (tier, state, rate_bytes_per_s, every_s, passes, copies, bytes, bad,
+    unreadable, next_in_s).
     """
     if start + stop + status > 1:
         raise UsageError("scrub: give one of --start, --stop and --status")
     with client() as gateway:
-        found = gateway.care.scrub("start" if start else "stop" if stop else "status")
+        found = gateway.care.scrub("start" if start else "stop" if stop else "status", tier)
     print_json(found) if json else _say_scrub(found)
-    return exits.CORRUPT if (found.bad or found.copies_bad) and not (start or stop) else exits.DONE
+    bad = found.bad or found.copies_bad or any(each.bad for each in found.tiers)
+    return exits.CORRUPT if bad and not (start or stop) else exits.DONE
 
 
 def _say_scrub(found: ScrubStatus) -> None:
-    pace = f"{size_text(found.rate_bytes_per_s)}/s" if found.rate_bytes_per_s else "off"
-    every = f", every {duration_text(found.every_s)}" if found.every_s else ", only when started"
-    say(f"scrub {found.state}, {pace}{every if found.rate_bytes_per_s else ''}, {found.passes} passes done")
+    say(f"scrub {found.state}, {_pace(found.rate_bytes_per_s, found.every_s)}, {found.passes} passes done")
     say(f"cache  {found.shards} shards, {size_text(found.bytes)} read, {found.bad} bad")
     away = f", {found.copies_not_asked} not asked (tier away)" if found.copies_not_asked else ""
     say(f"tiers  {found.copies} copies asked for, {found.copies_bad} bad{away}")
     if found.next_in_s is not None:
         say(f"next   in {duration_text(found.next_in_s)}")
+    for each in found.tiers:
+        next_one = f", next in {duration_text(each.next_in_s)}" if each.next_in_s is not None else ""
+        unread = f", {each.unreadable} unreadable" if each.unreadable else ""
+        pace = _pace(each.rate_bytes_per_s, each.every_s)
+        say(f"read back {each.tier}: {each.state}, {pace}, {each.passes} passes done{next_one}")
+        say(f"       {each.copies} copies, {size_text(each.bytes)} read, {each.bad} bad{unread}")
+
+
+def _pace(rate_bytes_per_s: int, every_s: float) -> str:
+    if not rate_bytes_per_s:
+        return "off"
+    return f"{size_text(rate_bytes_per_s)}/s, " + (f"every {duration_text(every_s)}" if every_s else "only when started")
 
 
 # -- fsck and repair -----------------------------------------------------------------------------------------------------
@@ -254,9 +267,10 @@ def rebuild(
 ) -> int:
     """Make the catalog anew from the cache's files and the tiers' manifests, without a running gateway.
 
-    A dry run unless --apply is given. The old catalog is kept beside it; pins and held queues are lost.
+    A dry run unless --apply is given. The old catalog is kept beside it, and pins, holds and deletions under way
+    are set again.
 
-    JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable.
+    JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable, marks_lost.
     """
     done = _offline("rebuild", config, apply, force)
     if json:
@@ -266,11 +280,13 @@ def rebuild(
     say(f"cache    {done['sealed_files']} sealed shard files, {done['part_files']} committed parts")
     if not done["applied"]:
         needed = "would set the catalog aside and make it anew from these files and the tiers' manifests; give --apply"
-        say(needed if done["damage"] else "nothing to do; --apply --force makes it anew all the same, without pins and holds")
+        say(needed if done["damage"] else "nothing to do; --apply --force makes it anew all the same")
         return exits.DONE
     say(f"rebuilt  {done['checkpoints']} checkpoints are known, {done['from_tiers']} of them complete")
     if done["aside"]:
         say(f"kept     the old catalog as {done['aside']}")
+    if done["marks_lost"]:
+        say(f"marks    {done['marks_lost']}")
     if done["unreachable"]:
         say(f"not asked, since they cannot be reached now: {', '.join(done['unreachable'])}")
     return exits.DONE

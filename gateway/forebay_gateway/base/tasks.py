@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from forebay_gateway.base.clock import Clock
 
-__all__ = ["Crew", "Worker", "uncut", "uncut_left"]
+__all__ = ["Crew", "Worker", "uncut", "uncut_ended", "uncut_left"]
 
 log = logging.getLogger("forebay.tasks")
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _Run = Callable[[], Coroutine[Any, Any, Any]]
 
 
-_uncut: "set[asyncio.Future[Any]]" = set()
+_uncut: "set[asyncio.Task[Any]]" = set()  # acts under way, whoever asked for them
 
 
 def uncut_left() -> bool:
@@ -46,6 +46,13 @@ async def uncut(act: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.add_done_callback(_unheard)
         raise
+
+
+async def uncut_ended(timeout_s: float) -> None:
+    """Until every act under way on this loop has come to its end, at most `timeout_s`: before what they stand on is closed."""
+    loop = asyncio.get_running_loop()
+    if acts := [task for task in _uncut if task.get_loop() is loop]:
+        await asyncio.wait(acts, timeout=timeout_s)
 
 
 def _unheard(task: "asyncio.Task[Any]") -> None:

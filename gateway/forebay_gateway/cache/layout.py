@@ -5,6 +5,7 @@ them count (the catalog). All methods block: call them from a pool thread, or be
 
     forebay.lock                                     flock'ed for the life of the gateway; holds its pid and node
     FORMAT                                           "forebay-cache 1"; a newer number refuses to start
+    marks.json                                       pins, holds, deletions under way (cache/marks)
     incoming/<shard_id>.tmp                          being written; nothing in here was ever acknowledged
     data/<session_id>/<shard_id>.shard               sealed, immutable
     data/<session_id>/part-<writer>-<commit_seq>.json   a committed part (forebay_wire.manifest)
@@ -27,6 +28,7 @@ from typing import Literal
 from forebay_gateway.base import durable
 from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.cache.io import disk_errors
+from forebay_gateway.cache.marks import MARKS
 from forebay_gateway.cache.mounts import check_local, existing_ancestor
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.core.records import ShardKey
@@ -41,7 +43,7 @@ INCOMING = "incoming"
 DATA = "data"
 ASIDE_PREFIX = "catalog.damaged-"  # a catalog that could not be used any more, kept for whoever wants to look at it
 CLEAN = "CLEAN"  # what an orderly stop left, see paths/handover
-_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, CLEAN, INCOMING, DATA, "catalog", "lost+found"})
+_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, CLEAN, MARKS, INCOMING, DATA, "catalog", "lost+found"})
 _PRIVATE_DIR = 0o700  # weights are no one else's business on a shared node
 
 _INCOMING_NAME = re.compile(r"([0-9a-f]{16})\.tmp\Z")
@@ -128,8 +130,9 @@ class CacheDir:
 
     @property
     def free_on_disk(self) -> int:
-        """Bytes this process may still write."""
-        stat = os.statvfs(self.path)
+        """Bytes this process may still write. Raises Unavailable where the disk fails."""
+        with disk_errors("ask for its free space", self.path):
+            stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 
     def release(self) -> None:
@@ -345,7 +348,7 @@ def _probe_read(path: Path) -> bool:
 
 
 def _entries(directory: Path) -> "Iterator[os.DirEntry[str]]":
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+    with disk_errors("list a directory", directory), contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         yield from entries
 
 
@@ -373,7 +376,7 @@ def _classify_data(entry: "os.DirEntry[str]", session_id: int) -> FoundFile:
 
 def _found(entry: "os.DirEntry[str]", found: FoundFile) -> Iterator[FoundFile]:
     """With its size; nothing where it went away meanwhile; foreign where it is no plain file."""
-    with contextlib.suppress(FileNotFoundError):
+    with disk_errors("look at a file", found.path), contextlib.suppress(FileNotFoundError):
         size = entry.stat(follow_symlinks=False).st_size
         kind = found.kind if entry.is_file(follow_symlinks=False) else "foreign"
         yield FoundFile(kind, found.path, size, found.session_id, found.shard_id, found.writer, found.commit_seq)

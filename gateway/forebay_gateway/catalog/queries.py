@@ -386,6 +386,11 @@ class ReadTxn:
         key = name.encode("utf-8")
         return self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
 
+    def settings(self) -> Iterator[tuple[str, bytes]]:
+        """All small named values, by name."""
+        for key, value in self._scan(self._db.settings):
+            yield key.decode("utf-8"), value
+
     def _entries(self, database: Database) -> int:
         if self._ended:
             raise RuntimeError(self._ended)

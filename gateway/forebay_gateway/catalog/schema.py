@@ -234,6 +234,12 @@ def session_of_publish_key(key: bytes) -> int:
     return number_of(key[10:])
 
 
+def publish_of_key(key: bytes) -> tuple[int, int, int]:
+    """(tier number, order, session id) of a key in `publish`."""
+    tier, order, session_id = _PUBLISH.unpack(key)
+    return tier, order, session_id
+
+
 def session_tier_key(session_id: int, tier: int) -> bytes:
     """session tier, in `publish_order` and `session_progress`."""
     return _PUBLISH_ORDER.pack(session_id, tier)

@@ -18,6 +18,7 @@ from forebay_gateway.core.errors import StartupError
 from forebay_gateway.core.quantities import format_duration, format_size
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAY_S = 86400.0
 SYSTEM_SOCKET = "/run/forebay/gateway.sock"
 ENV_PREFIX = "FOREBAY_"
 
@@ -128,7 +129,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 50 * MIB
     scrub_every: Annotated[
         float, _key("Pause between scrubs of the whole cache; 0 or `off`: only when started.", "duration or off")
-    ] = 7 * 86400.0
+    ] = 7 * DAY_S
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +148,18 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None, _key("Most requests a second that this node sends to the tier.", "whole number", low=1, default="no limit")
     ] = None
     concurrency: Annotated[int, _key("Transfers at a time for each mover.", "whole number", low=1, high=256)] = 4
+    scrub_rate: Annotated[
+        int,
+        _key("Most bytes a second read back from the tier to find silent damage; 0 or `off`: never.", "size per second or off"),
+    ] = 20 * MIB
+    scrub_every: Annotated[
+        float | None,
+        _key(
+            "Pause between such readings of all that this node put there; 0 or `off`: only when started.",
+            "duration or off",
+            default="30d; 180d for S3",
+        ),
+    ] = None
     path: Annotated[str, _key("Directory of the tier.", "path", only="posix", default="required")] = ""
     bucket: Annotated[str, _key("Bucket of the tier.", "bucket", only="s3", default="required")] = ""
     prefix: Annotated[str, _key("Keys begin with this and a `/`; empty: the bucket's root.", "key prefix", only="s3")] = ""

@@ -19,6 +19,7 @@ from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import PartRow, PartState, PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
+from forebay_gateway.paths import marks
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import let_go
 from forebay_gateway.tiers.base import StorageFull
@@ -202,8 +203,8 @@ class Drain:
     async def hold(self, held: bool) -> None:
         """An operator stops the hand-out of jobs, or lets it go on; survives a restart."""
         self._tier.held = held
-        name = held_setting(self._tier.name)
-        await self._node.catalog.write(lambda txn: txn.set_setting(name, b"1" if held else None))
+        name, value = held_setting(self._tier.name), b"1" if held else None
+        await self._node.marks.change(marks.setting(name, value), lambda txn: txn.set_setting(name, value))
         self._node.changes.tell()
 
     def _forget_expired(self) -> None:

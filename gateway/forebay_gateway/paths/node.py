@@ -19,6 +19,7 @@ from forebay_gateway.core.config import Config
 from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 MEND_HINTS_MAX = 4096
@@ -74,6 +75,7 @@ class Node:
     budget: Budget
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
     movers: MoverPool
+    marks: MarkKeeper
     changes: Changes = field(default_factory=Changes)
     # session: monotonic, in this process. One that is forgotten counts from when it is seen again.
     first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))

@@ -1,7 +1,7 @@
 """Start-up: what a crash left, made whole again by the crash table (ARCHITECTURE.md).
 
     incoming files: dropped -> EVICTING rows: unlinked again -> rows whose file is bad: a verified copy, else quarantined
-    -> sealed files without a row: adopted from their footer -> part files without a committed row: committed again
+    -> sealed files without a row: adopted from their footer -> part files without a committed row: committed again -> marks
     -> later, tier by tier: copies that were under way are proved or queued again, orphan uploads aborted
 
 Owns the repairs and their order. Reads file names and sizes only; a footer is read for files that the catalog does not know.
@@ -19,8 +19,16 @@ from msgspec.structs import replace
 from forebay_gateway.cache.footer import Footer, disk_size, find_footer
 from forebay_gateway.cache.layout import FoundFile
 from forebay_gateway.cache.packs import read_index
-from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row
-from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, Unavailable
+from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row, is_damage
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    Corrupt,
+    ForebayError,
+    InvalidArgument,
+    NotFound,
+    StartupError,
+    Unavailable,
+)
 from forebay_gateway.core.layout import announce_key, manifest_key, part_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
@@ -40,6 +48,9 @@ log = logging.getLogger("forebay.recover")
 BEGUN_STATES = (CopyState.WRITING, CopyState.WRITTEN)
 # What a tier says of one object. Any other failure says nothing about it, and it is asked again.
 TELLING_KINDS = frozenset({"not_found", "corrupt", "invalid_argument", "unsupported"})
+# What files and rows say of a file that the catalog does not know. Any other failure (a full disk, a sector that cannot be read
+# now) says nothing about it: it may be an acknowledged shard, or the proof of a commit, and stays.
+JUDGEMENTS = (Corrupt, InvalidArgument, AlreadyExists, NotFound)
 CHECKS_A_JOB = 128
 CHECK_PAUSE_S = 0.05
 LOOKS_A_READ = 4096  # queue entries in one read, which holds up the event loop
@@ -69,6 +80,7 @@ async def recover(node: Node) -> set[int]:
     looked_at = with_files | directories | {row.session_id for row in quarantined}
     if not is_clean:
         foreign += await _compare(node, sorted(looked_at))
+    await _restore_marks(node)
     with node.catalog.read() as txn:
         dirty = txn.sessions_with(lambda sums: sums.sealed)
     for session_id in dirty:  # perhaps complete everywhere, and killed before that was said of its shards
@@ -109,6 +121,14 @@ async def _compare(node: Node, session_ids: Sequence[int]) -> list[FoundFile]:
     await _adopt_files(node, strangers)
     await _commit_parts(node, parts)
     return foreign
+
+
+async def _restore_marks(node: Node) -> None:
+    """What an operator had asked for, where the catalog does not know it any more."""
+    restored = await node.marks.restore()
+    if restored.problem or (restored.lost and node.rebuilt):
+        log.warning("%s", restored.sentence)
+        node.alarms["marks"] = (restored.sentence, "pin again what is to stay, and delete again what was to go")
 
 
 async def check_session(node: Node, session_id: int) -> None:
@@ -217,15 +237,31 @@ async def _adopt_files(node: Node, strangers: Sequence[FoundFile]) -> None:
 
 
 async def adopt_or_drop(node: Node, file: FoundFile) -> None:
-    """A sealed file without a row: by its footer it is an acknowledged shard, or nothing that anybody was promised."""
+    """A sealed file without a row: by its footer it is an acknowledged shard, or nothing that anybody was promised.
+
+    Raises StartupError where that cannot be told now.
+    """
     try:
         footer, chunks, index = await node.io.run(_read_footer, file.path)
-        await node.catalog.write(partial(_adopt, file, footer, chunks, index))
+        await node.catalog.write(partial(_adopt, file, footer, chunks, index), frees=True)  # also with the last blocks
         node.budget.adopted(file.size)
         log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
-    except (ForebayError, OSError) as error:
+    except JUDGEMENTS as error:
         log.warning("dropped a file that no acknowledgement covers path=%s reason=%s", file.path, error)
         await node.io.run(node.cache.unlink, file.path)
+    except (ForebayError, OSError) as error:
+        raise _unjudged(file, error) from error
+
+
+def _unjudged(file: FoundFile, error: Exception) -> Exception:
+    """It may have been promised, and nobody can tell now: without it others of its part would be taken for evicted."""
+    if is_damage(error):
+        return error
+    return StartupError(
+        f"a file that the catalog does not know cannot be taken in ({error}); it may hold an acknowledged shard or a commit: "
+        "mend the disk, or move the file away to go on without it, and start again",
+        path=file.path,
+    )
 
 
 def _read_footer(path: Path) -> tuple[Footer, bytes, PackIndex | None]:
@@ -238,9 +274,16 @@ def _read_footer(path: Path) -> tuple[Footer, bytes, PackIndex | None]:
         os.close(descriptor)
 
 
+def _check_stays(txn: ReadTxn, run: str, step: int) -> None:
+    checkpoint = txn.checkpoint(run, step)
+    if checkpoint is not None and checkpoint.deleting:
+        raise InvalidArgument("its checkpoint is being deleted", run=run, step=step)
+
+
 def _adopt(file: FoundFile, footer: Footer, chunks: bytes, index: PackIndex | None, txn: WriteTxn) -> None:
     assert file.session_id is not None
     assert file.shard_id is not None
+    _check_stays(txn, footer.run, footer.step)
     session = txn.open_session(footer.run, footer.step, footer.session, footer.writers, session_id=file.session_id)
     if session.id != file.session_id:
         raise InvalidArgument("the file lies in another session's directory", session_id=session.id)
@@ -283,16 +326,19 @@ async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
         try:
             record = PartRecord.from_json(await node.io.run(file.path.read_bytes))
             new_ids = [node.catalog.new_id() for _ in record.files()]
-            await node.catalog.write(partial(_commit, node, file, record, new_ids))
+            await node.catalog.write(partial(_commit, node, file, record, new_ids), frees=True)
             log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
-        except (ManifestError, ForebayError, OSError) as error:
+        except (ManifestError, *JUDGEMENTS) as error:
             log.warning("dropped a part file that its shards do not bear out path=%s reason=%s", file.path, error)
             await node.io.run(node.cache.unlink, file.path)
+        except (ForebayError, OSError) as error:
+            raise _unjudged(file, error) from error
 
 
 def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[int], txn: WriteTxn) -> None:
     """Shards without a file were evicted. Whether they, and all others, are on the tiers is asked there before any is put."""
     assert file.session_id is not None
+    _check_stays(txn, record.run, record.step)
     there = {row.name: (row.size, row.crc32c) for row in txn.shards(file.session_id, record.writer)}
     wanted = {shard.name: (shard.size, shard.crc32c) for shard, _ in record.files()}
     if not there.items() <= wanted.items():

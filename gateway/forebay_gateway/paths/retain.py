@@ -20,6 +20,7 @@ from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound,
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
+from forebay_gateway.paths import marks
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
@@ -56,7 +57,8 @@ class Retention:
         row = await self._known(run, step)
         if row.deleting:
             raise NotFound("this checkpoint is being deleted", run=run, step=step)
-        await self._node.catalog.write(lambda txn: txn.set_pinned(row.run, row.step, pinned))
+        change = marks.pinned(row.run, row.step, pinned)
+        await self._node.marks.change(change, lambda txn: txn.set_pinned(row.run, row.step, pinned))
         self._node.changes.tell()
 
     async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:
@@ -76,10 +78,21 @@ class Retention:
         if dry_run:
             levels = tuple(["cache"] * any(shard.disk_size for shard in shards)) + self._node.tier_names
             return Deletion(count, size, levels, ())
-        await self._node.catalog.write(lambda txn: txn.mark_deleting(run, step))
+        await self._mark(row)
         self._node.changes.tell()
         done, pending = await self._finish(row)
         return Deletion(count, size, done, pending)
+
+    async def _mark(self, row: CheckpointRow) -> None:
+        """Deleting, in the catalog and beside it; raises Unavailable where a session was begun since the look at `row`."""
+
+        def act(txn: WriteTxn) -> None:
+            now = txn.checkpoint(row.run, row.step)
+            if now is not None and now.session_ids != row.session_ids:
+                raise Unavailable("a session of this checkpoint came or went meanwhile; delete it again", retry_after_s=0.1)
+            txn.mark_deleting(row.run, row.step)
+
+        await self._node.marks.change(marks.going(row), act, spare=True)
 
     async def step(self) -> float | None:
         """Background: go on with deletions that a crash or an absent tier interrupted."""
@@ -130,6 +143,7 @@ class Retention:
             if not pending:
                 # Shielded: a client that goes away must not cut the files' end from the rows' and the bytes'.
                 await uncut(self._out_of_cache(sessions, shards))
+                await self._node.marks.ended(row.run, row.step)
                 done.insert(0, "cache")
         if not pending:  # else nothing has changed yet, and whoever tries again would wake itself
             self._node.changes.tell()

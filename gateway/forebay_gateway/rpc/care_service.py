@@ -12,10 +12,12 @@ from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector, Garbage
 from forebay_gateway.paths.care.lock import Maintenance
+from forebay_gateway.paths.care.passes import Pass
 from forebay_gateway.paths.care.quarantine import Quarantine, Quarantined
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.care.space import Moved, Space
+from forebay_gateway.paths.care.tier_scrub import TierScrubber
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.node import Node
@@ -31,6 +33,7 @@ class Care:
 
     verify: Verifier
     scrub: Scrubber
+    tier_scrubs: dict[str, TierScrubber]
     check: Checker
     repair: Repairer
     quarantine: Quarantine
@@ -62,35 +65,22 @@ class CareService:
     @answers
     async def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubStatus:
         """See admin.proto."""
+        chosen = self._care.tier_scrubs.get(request.tier) if request.tier else self._care.scrub
+        if chosen is None:
+            self._node.tier(request.tier)  # raises InvalidArgument that lists the names
+            raise AssertionError("a tier without its scrub")
         match request.action:
             case "start":
-                await self._care.scrub.start()
+                await chosen.start()
             case "stop":
-                await self._care.scrub.stop()
+                await chosen.stop()
             case "" | "status":
                 pass
             case _:
                 raise InvalidArgument(f"a scrub can be started and stopped, not {request.action!r}")
-        return self._scrub_status()
-
-    def _scrub_status(self) -> pb.ScrubStatus:
-        cache, scrub = self._node.config.cache, self._care.scrub
-        state, next_in_s = scrub.state, scrub.next_in_s
-        idle = "stopped" if state.paused else "waiting" if next_in_s is not None else "off"
-        message = pb.ScrubStatus(
-            state="running" if state.running else idle,
-            rate_bytes_per_s=cache.scrub_rate,
-            every_s=cache.scrub_every,
-            passes=state.passes,
-            shards=state.shards,
-            bytes=state.bytes,
-            bad=state.bad,
-            copies=state.copies,
-            copies_bad=state.copies_bad,
-            copies_not_asked=state.copies_not_asked,
-        )
-        if next_in_s is not None:
-            message.next_in_s = next_in_s
+        message = scrub_status(self._care.scrub)
+        for name, scrub in self._care.tier_scrubs.items():
+            message.tiers.append(tier_scrub_status(name, scrub))
         return message
 
     @streams
@@ -156,6 +146,47 @@ class CareService:
         with self._node.catalog.read() as txn:
             tiers = [txn.totals().tiers[name] for name in self._node.tier_names]
         return pb.DrainResponse(copies=sum(tier.copies for tier in tiers), size=sum(tier.size for tier in tiers))
+
+
+def scrub_state(scrub: Pass) -> str:
+    """In a word."""
+    idle = "stopped" if scrub.state.paused else "waiting" if scrub.next_in_s is not None else "off"
+    return "running" if scrub.state.running else idle
+
+
+def scrub_status(scrub: Scrubber) -> pb.ScrubStatus:
+    """Of the cache's scrub, as a message."""
+    state, next_in_s = scrub.state, scrub.next_in_s
+    return pb.ScrubStatus(
+        state=scrub_state(scrub),
+        rate_bytes_per_s=scrub.rate,
+        every_s=scrub.every_s,
+        passes=state.passes,
+        shards=state.shards,
+        bytes=state.bytes,
+        bad=state.bad,
+        copies=state.copies,
+        copies_bad=state.copies_bad,
+        copies_not_asked=state.copies_not_asked,
+        next_in_s=next_in_s,
+    )
+
+
+def tier_scrub_status(name: str, scrub: TierScrubber) -> pb.TierScrub:
+    """Of one tier's, as a message."""
+    state, next_in_s = scrub.state, scrub.next_in_s
+    return pb.TierScrub(
+        tier=name,
+        state=scrub_state(scrub),
+        rate_bytes_per_s=scrub.rate,
+        every_s=scrub.every_s,
+        passes=state.passes,
+        copies=state.copies,
+        bytes=state.bytes,
+        bad=state.copies_bad,
+        unreadable=state.copies_not_asked,
+        next_in_s=next_in_s,
+    )
 
 
 def check_name(run: str) -> None:

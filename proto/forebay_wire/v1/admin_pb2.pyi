@@ -422,16 +422,20 @@ class ScrubRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACTION_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     action: _builtins.str
     """"start", "stop", "" or "status" """
+    tier: _builtins.str
+    """whose bytes are read; "": the cache's"""
     def __init__(
         self,
         *,
         action: _builtins.str = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -452,6 +456,7 @@ class ScrubStatus(_message.Message):
     COPIES_BAD_FIELD_NUMBER: _builtins.int
     COPIES_NOT_ASKED_FIELD_NUMBER: _builtins.int
     NEXT_IN_S_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "stopped", "waiting", "off" """
     rate_bytes_per_s: _builtins.int
@@ -466,6 +471,8 @@ class ScrubStatus(_message.Message):
     copies_bad: _builtins.int
     copies_not_asked: _builtins.int
     next_in_s: _builtins.float
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierScrub]: ...
     def __init__(
         self,
         *,
@@ -480,16 +487,68 @@ class ScrubStatus(_message.Message):
         copies_bad: _builtins.int = ...,
         copies_not_asked: _builtins.int = ...,
         next_in_s: _builtins.float | None = ...,
+        tiers: _abc.Iterable[Global___TierScrub] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "next_in_s", b"next_in_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "bad", b"bad", "bytes", b"bytes", "copies", b"copies", "copies_bad", b"copies_bad", "copies_not_asked", b"copies_not_asked", "every_s", b"every_s", "next_in_s", b"next_in_s", "passes", b"passes", "rate_bytes_per_s", b"rate_bytes_per_s", "shards", b"shards", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "bad", b"bad", "bytes", b"bytes", "copies", b"copies", "copies_bad", b"copies_bad", "copies_not_asked", b"copies_not_asked", "every_s", b"every_s", "next_in_s", b"next_in_s", "passes", b"passes", "rate_bytes_per_s", b"rate_bytes_per_s", "shards", b"shards", "state", b"state", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_in_s: _TypeAlias = _typing.Literal["next_in_s"]  # noqa: Y015
     _WhichOneofArgType__next_in_s: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__next_in_s) -> _WhichOneofReturnType__next_in_s | None: ...
 
 Global___ScrubStatus: _TypeAlias = ScrubStatus  # noqa: Y015
+
+@_typing.final
+class TierScrub(_message.Message):
+    """The reading back of what lies on one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    EVERY_S_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
+    NEXT_IN_S_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    state: _builtins.str
+    """as in ScrubStatus; counts likewise"""
+    rate_bytes_per_s: _builtins.int
+    every_s: _builtins.float
+    passes: _builtins.int
+    copies: _builtins.int
+    bytes: _builtins.int
+    bad: _builtins.int
+    unreadable: _builtins.int
+    next_in_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        state: _builtins.str = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+        every_s: _builtins.float = ...,
+        passes: _builtins.int = ...,
+        copies: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        bad: _builtins.int = ...,
+        unreadable: _builtins.int = ...,
+        next_in_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "next_in_s", b"next_in_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "bad", b"bad", "bytes", b"bytes", "copies", b"copies", "every_s", b"every_s", "next_in_s", b"next_in_s", "passes", b"passes", "rate_bytes_per_s", b"rate_bytes_per_s", "state", b"state", "tier", b"tier", "unreadable", b"unreadable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_in_s: _TypeAlias = _typing.Literal["next_in_s"]  # noqa: Y015
+    _WhichOneofArgType__next_in_s: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_in_s) -> _WhichOneofReturnType__next_in_s | None: ...
+
+Global___TierScrub: _TypeAlias = TierScrub  # noqa: Y015
 
 @_typing.final
 class FsckRequest(_message.Message):

@@ -1,7 +1,8 @@
 """What the catalog says against what is there. Reports, and changes nothing.
 
-    cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for each session and tier: the
-    documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what nobody here owns
+    indexes against rows -> cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for
+    each session and tier: the documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what
+    nobody here owns
 
 Owns the comparisons; each finding names its remedy, which is repair.py's to carry out. While the gateway serves, what looks
 wrong is looked at twice: a stream may be between its file and its row.
@@ -9,13 +10,14 @@ wrong is looked at twice: a stream may be between its file and its row.
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.layout import FoundFile
-from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.catalog import ReadTxn, index_problems
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, PartRow, PartState, SessionRow, ShardKey, ShardRow
@@ -35,6 +37,8 @@ LOOK_TWICE_S = 0.5
 ROWS_A_READ = 2000  # in one snapshot, which holds up the event loop
 RECOUNT_SHARDS_MAX = 200_000  # while serving: a recount is one snapshot
 HEADS_AT_ONCE = 8
+INDEX_SHOWN_MAX = 20
+REBUILD = "make the catalog anew from the cache's files, at the next start or by `forebay rebuild --apply --force`"
 CACHED = (ShardState.SEALED, ShardState.EVICTABLE)
 
 
@@ -45,7 +49,9 @@ class Checker:
         self._node, self._evictor, self._collector, self._serving = node, evictor, collector, serving
 
     async def check(self, deep: bool) -> AsyncGenerator[Finding, None]:
-        """All findings, as they are made."""
+        """All findings, as they are made; what the catalog says against itself comes first: by it all others are judged."""
+        async for finding in self._indexes():
+            yield finding
         async for finding in self._cache_files(deep):
             yield finding
         async for finding in self._part_files():
@@ -262,6 +268,18 @@ class Checker:
             return []
         what = f"the catalog's sums are {shown} and should be {counted}"
         return [Finding("counters", "catalog", what, remedy="set them to the recount")]
+
+    async def _indexes(self) -> AsyncGenerator[Finding, None]:
+        """Rows that a flipped bit left readable, and entries that lead to other rows than they should."""
+        count = 0
+        async with aclosing(index_problems(self._node.catalog)) as problems:
+            async for problem in problems:
+                count += 1
+                if count <= INDEX_SHOWN_MAX:
+                    yield Finding("index", "catalog", f"the catalog contradicts itself: {problem}", remedy=REBUILD)
+        if count > INDEX_SHOWN_MAX:
+            what = f"the catalog contradicts itself in {count - INDEX_SHOWN_MAX} more places"
+            yield Finding("index", "catalog", what, remedy=REBUILD)
 
     def _uploads(self) -> list[Finding]:
         """Uploads on record whose copy is not being written: what began them is gone."""

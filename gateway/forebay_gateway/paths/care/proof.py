@@ -19,7 +19,7 @@ from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c_of_chunks
-from forebay_wire.manifest import unpack_chunk_crcs
+from forebay_wire.manifest import chunk_count, unpack_chunk_crcs
 from forebay_wire.packs import PackIndex
 
 # A check takes its place in the lane that drains to the tier: short jobs, so that neither waits long for the other.
@@ -34,14 +34,20 @@ async def check_cached(node: Node, evictor: Evictor, session: SessionRow, row: S
     """
     with node.catalog.read() as txn:
         item = shard_item(txn, session, row)
-    if crc32c_of_chunks(unpack_chunk_crcs(item.chunks), row.chunk_size, row.size) != row.crc32c:
-        # No file's fault: by such a row good bytes everywhere would be called bad.
-        raise Unavailable("the catalog's checksums of this shard contradict each other; rebuild the catalog", name=row.name)
+    _check_row(item)
     evictor.hold(row.key)
     try:
         return await _read(node, session, row, item, first, stop)
     finally:
         evictor.let_go(row.key)
+
+
+def _check_row(item: ShardItem) -> None:
+    """Raise Unavailable where it is no copy's fault: by such a row good bytes everywhere would be called bad."""
+    count = chunk_count(item.size, item.chunk_size)
+    sound = len(item.chunks) == 4 * count
+    if not sound or crc32c_of_chunks(unpack_chunk_crcs(item.chunks), item.chunk_size, item.size) != item.crc32c:
+        raise Unavailable("the catalog's checksums of this shard contradict each other; rebuild the catalog", key=item.key)
 
 
 async def _read(node: Node, session: SessionRow, row: ShardRow, item: ShardItem, first: int, stop: int) -> int:
@@ -116,15 +122,31 @@ def batches(items: Sequence[tuple[ShardRow, ShardItem]]) -> list[list[tuple[Shar
     return made
 
 
-async def check_copies(node: Node, tier: MonitoredTier, items: Sequence[ShardItem]) -> list[ForebayError | None]:
-    """Every byte of these shards on the tier, by a mover: for each None, or what is wrong with it.
+async def check_copies(
+    node: Node, tier: MonitoredTier, items: Sequence[ShardItem], *, beside: bool = False
+) -> list[ForebayError | None]:
+    """Every byte of these shards on the tier, by a mover: for each None, or what is wrong with it. `beside` leaves the tier's
+    drain alone, and takes a place among the fetches.
 
     An error that is neither Corrupt nor NotFound says that it could not be checked. Raises Unavailable where none could be.
     """
-    reports = _Reports(len(items))
-    job = CheckJob(node.movers.next_job_id(), tier.name, tier.capabilities, tuple(items), read=True)
-    await node.movers.drain(tier.name, job, reports)
-    return reports.errors
+    errors: list[ForebayError | None] = [None] * len(items)
+    sound = []
+    for index, item in enumerate(items):
+        try:
+            _check_row(item)
+            sound.append(index)
+        except Unavailable as error:
+            errors[index] = error
+    if sound:
+        reports = _Reports(len(sound))
+        job = CheckJob(
+            node.movers.next_job_id(), tier.name, tier.capabilities, tuple(items[index] for index in sound), read=True
+        )
+        await (node.movers.fetch(job, reports) if beside else node.movers.drain(tier.name, job, reports))
+        for index, error_of_copy in zip(sound, reports.errors, strict=True):
+            errors[index] = error_of_copy
+    return errors
 
 
 class _Reports:

@@ -3,8 +3,8 @@
     is it lost or damaged? -> its directory renamed to catalog.damaged-<n> -> a new one -> recover.py: every sealed file by its
     footer, every commit by its part file -> copies are asked for on the tiers before anything is put again
 
-Owns when and how the old one goes aside; never deletes it. What files cannot tell is lost with it: pins, held queues, the
-scrub's cursor.
+Owns when and how the old one goes aside; never deletes it. Pins, held queues and deletions under way
+come from the marks beside it; the scrub's cursor is lost.
 """
 
 import asyncio
@@ -107,8 +107,8 @@ def tell(node: Node, rebuilt: Rebuilt) -> None:
     if rebuilt.why:
         kept = f"; the old one is kept as {rebuilt.aside}" if rebuilt.aside else ""
         node.alarms["catalog-rebuilt"] = (
-            f"the catalog was rebuilt from the cache's files, pins and held queues are lost: {rebuilt.why}{kept}",
-            "set pins and holds again; `forebay fsck` compares all there is",
+            f"the catalog was rebuilt from the cache's files: {rebuilt.why}{kept}",
+            "`forebay fsck` compares all there is",
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from forebay_gateway.cache.io import disk_errors
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import CatalogDamaged, WriteTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, ShardEvent
@@ -17,6 +17,7 @@ from forebay_gateway.paths.care.documents import BadDocument, local_record, writ
 from forebay_gateway.paths.care.finding import Finding, Severity
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.mend import Mender
+from forebay_gateway.paths.care.rebuild import note_damage
 from forebay_gateway.paths.drain import clear_upload
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.recover import adopt_or_drop
@@ -34,9 +35,15 @@ class Repairer:
 
     async def repair(self, apply: bool, deep: bool) -> AsyncGenerator[Finding, None]:
         """Every finding; with `apply` its `outcome` says what came of the remedy."""
+        distrusted = False
         async for finding in self._checker.check(deep):
+            distrusted = distrusted or finding.kind == "index"
             if not apply or not finding.remedy or finding.kind in LEFT_TO_OTHERS:
                 yield finding
+                continue
+            if distrusted and finding.kind != "index":
+                # By a wrong row a good part file would be overwritten, and a rebuild would then find no commit.
+                yield replace(finding, outcome="not while the catalog contradicts itself")
                 continue
             try:
                 outcome = await self._act(finding)
@@ -56,6 +63,9 @@ class Repairer:
                 return await self._part_file(finding)
             case "counters":
                 return await self._sums()
+            case "index":
+                await self._node.io.run(note_damage, self._node.cache.path, CatalogDamaged(finding.what))
+                return "noted: the next start makes the catalog anew"
             case "copy_quarantined" | "copy_missing" | "copy_damaged":
                 return await self._copy(finding)
             case "manifest" | "part_record":

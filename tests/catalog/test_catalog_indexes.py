@@ -1,0 +1,153 @@
+"""Every index against its rows, both ways: a sound catalog has nothing to tell; nothing is lost, added or changed unseen."""
+
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from catalog.kit import begin, commit, entry, manifest, opened, sealed, verify
+from forebay_gateway.catalog import Catalog, WriteTxn, index_problems, indexes, schema
+from forebay_gateway.core.records import PublishState, ShardKey, UploadRow
+from forebay_gateway.core.states import CopyState, ShardEvent, ShardState
+from forebay_wire.checksums import crc32c
+from forebay_wire.manifest import pack_chunk_crcs
+
+
+async def problems(catalog: Catalog) -> list[str]:
+    async with aclosing(index_problems(catalog)) as found:
+        return [problem async for problem in found]
+
+
+async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
+    """An open part, a committed one with copies in every place, a fetched shard, an adopted checkpoint, a deletion."""
+    session = await begin(catalog)
+    keys = [ShardKey(session.id, catalog.new_id()) for _ in range(5)]
+
+    def act(txn: WriteTxn) -> None:
+        for key in keys:
+            data = str(key).encode() * 10
+            row = sealed(key, f"n{key.shard_id}", size=len(data), crc=crc32c(data), writer=1 if key == keys[4] else 0)
+            txn.seal(row, pack_chunk_crcs([crc32c(data)]))
+
+    await catalog.write(act)
+    await commit(catalog, session)
+
+    def move(txn: WriteTxn) -> None:
+        for key in keys[:3]:
+            verify(txn, key)
+            txn.shard_event(key, ShardEvent.ALL_VERIFIED)
+        for event in (ShardEvent.EVICT, ShardEvent.UNLINKED):
+            txn.shard_event(keys[0], event)
+        txn.shard_event(keys[0], ShardEvent.FETCHED, disk_size=8192)
+        txn.record_upload(keys[3], "pfs", UploadRow("key", "id"))
+        txn.set_publish(session.id, "object", PublishState.COMPLETE)
+
+    await catalog.write(move)
+    document = manifest([[entry("x", b"x")], [entry("y", b"y")]], run="other", step=9)
+    await catalog.write(lambda txn: txn.adopt_manifest(document, "pfs", session_id=catalog.new_id(), new_id=catalog.new_id))
+    await catalog.write(lambda txn: txn.mark_deleting("other", 9))
+    return keys
+
+
+INDEXES = sorted(set(indexes.CHECKED) - {"uploads", "fetched"})  # of those two any shard may have one, or none
+
+
+@pytest.mark.parametrize("name", INDEXES)
+async def test_no_entry_can_be_lost(tmp_path: Path, name: str) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        await some_of_everything(catalog)
+        assert await problems(catalog) == []
+        with catalog.read() as txn:
+            kept = dict(txn._scan(getattr(txn._db, name)))
+        assert kept
+        for key, value in kept.items():
+            await catalog.write(lambda txn, key=key: txn._delete(getattr(txn._db, name), key))
+            assert await problems(catalog), key
+            await catalog.write(lambda txn, key=key, value=value: txn._put(getattr(txn._db, name), key, value))
+        assert await problems(catalog) == []
+
+
+@pytest.mark.parametrize("name", INDEXES)
+async def test_no_entry_can_come_from_nowhere(tmp_path: Path, name: str) -> None:
+    """As a flipped bit in a key would make one."""
+    async with opened(tmp_path / "c") as catalog:
+        await some_of_everything(catalog)
+        with catalog.read() as txn:
+            kept = dict(txn._scan(getattr(txn._db, name)))
+        for key, value in kept.items():
+            for at in range(len(key)):
+                other = key[:at] + bytes([key[at] ^ 1]) + key[at + 1 :]
+                if other in kept:
+                    continue
+                await catalog.write(lambda txn, other=other, value=value: txn._put(getattr(txn._db, name), other, value))
+                assert await problems(catalog), (key, at)
+                await catalog.write(lambda txn, other=other: txn._delete(getattr(txn._db, name), other))
+
+
+CHANGES: dict[str, Callable[[WriteTxn, Any], None]] = {
+    "name": lambda txn, row: _put_shard(txn, replace(row, name=row.name + "x")),
+    "writer": lambda txn, row: _put_shard(txn, replace(row, writer=row.writer ^ 1)),
+    "size": lambda txn, row: _put_shard(txn, replace(row, size=row.size ^ 1)),
+    "chunk size": lambda txn, row: _put_shard(txn, replace(row, chunk_size=row.chunk_size >> 12)),
+    "checksum": lambda txn, row: _put_shard(txn, replace(row, crc32c=row.crc32c ^ 4)),
+    "state": lambda txn, row: _put_shard(
+        txn, replace(row, state=ShardState.SEALED if row.state is ShardState.EVICTABLE else ShardState.EVICTABLE)
+    ),
+    "copy": lambda txn, row: _put_copy(txn, row),
+    "session's name": lambda txn, row: _put_session(txn, row, session="t"),
+    "session's step": lambda txn, row: _put_session(txn, row, step=3),
+    "session's writers": lambda txn, row: _put_session(txn, row, writers=1),
+    "chunk table": lambda txn, row: txn._put(
+        txn._db.chunks, schema.shard_key(row.key), bytes([txn.chunks(row.key)[0] ^ 1]) + txn.chunks(row.key)[1:]
+    ),
+    "part's order": lambda txn, row: _put_part(txn, row),
+}
+
+
+def _put_shard(txn: WriteTxn, row: Any) -> None:
+    txn._put(txn._db.shards, schema.shard_key(row.key), schema.SHARD.encode(row))
+
+
+def _put_copy(txn: WriteTxn, row: Any) -> None:
+    copy = txn.copy(row.key, "pfs")
+    assert copy is not None
+    other = CopyState.PENDING if copy.state is CopyState.VERIFIED else CopyState.VERIFIED
+    key = schema.copy_key(row.key, txn._tiers.number("pfs"))
+    txn._put(txn._db.copies, key, schema.COPY.encode(replace(copy, state=other)))
+
+
+def _put_session(txn: WriteTxn, row: Any, **fields: Any) -> None:
+    session = txn.session(row.session_id)
+    assert session is not None
+    txn._put(txn._db.sessions, schema.u64(session.id), schema.SESSION.encode(replace(session, **fields)))
+
+
+def _put_part(txn: WriteTxn, row: Any) -> None:
+    part = txn.part(row.session_id, row.writer)
+    assert part is not None
+    key = schema.part_key(part.session_id, part.writer)
+    txn._put(txn._db.parts, key, schema.PART.encode(replace(part, commit_seq=part.commit_seq + 7)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_row_that_changed_and_still_decodes_is_seen(tmp_path: Path, change: str) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        keys = await some_of_everything(catalog)
+        with catalog.read() as txn:
+            row = txn.shard(keys[1])
+        await catalog.write(lambda txn: CHANGES[change](txn, row))
+        assert await problems(catalog)
+
+
+async def test_pages_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short they are, nothing between two is left out."""
+    async with opened(tmp_path / "c") as catalog:
+        keys = await some_of_everything(catalog)
+        await catalog.write(lambda txn: [txn._delete(txn._db.chunks, schema.shard_key(key)) for key in keys])
+        whole = await problems(catalog)
+        assert len(whole) == len(keys)
+        monkeypatch.setattr(indexes, "ENTRIES_A_PAGE", 1)
+        assert await problems(catalog) == whole

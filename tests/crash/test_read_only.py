@@ -1,0 +1,116 @@
+"""The cache's disk takes no writes: every command says so in one line with the contract's exit code, and leaves all as it was.
+
+A loop image that is mounted again read-only for what runs without a gateway; for a gateway that runs, strace refuses its calls
+(a file system with files open for writing cannot be made read-only).
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from crash.disks import MIB, DiskBench, Faults, LoopDisk
+from crash.kit import LARGE, MIDDLE, RUN, SMALL
+from forebay import Unavailable
+
+SIZES = {"large": LARGE, "middle": MIDDLE, "small": SMALL}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def saved(bench: DiskBench) -> None:
+    bench.gateway.start()
+    with bench.client() as client:
+        bench.save(client, 1, SIZES)
+        client.wait(RUN, 1, "pfs", timeout=60)
+
+
+def assert_clear(text: str, *parts: str) -> None:
+    (line,) = text.strip().splitlines()
+    for inside in ("Traceback", "Error(", "Exception", "internal error"):
+        assert inside not in line, line
+    for part in parts:
+        assert part in line, line
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+OFFLINE = {
+    "fsck": ["fsck", "--offline"],
+    "rebuild": ["rebuild"],
+    "rebuild --apply": ["rebuild", "--apply", "--force"],
+    "serve": ["serve"],
+}
+
+
+def test_without_a_gateway(tmp_path: Path, stack: ExitStack) -> None:
+    disk = LoopDisk(tmp_path, "ext4", 96 * MIB)
+    stack.callback(disk.close)
+    bench = DiskBench(tmp_path, disk.path)
+    stack.callback(bench.gateway.close)
+    saved(bench)
+    assert bench.gateway.terminate() == 0
+    before = content(bench.cache)
+    disk.remount("ro")
+    for command in OFFLINE.values():
+        result = bench.gateway.cli(*command, "--config", str(bench.gateway.config), check=False)
+        assert result.returncode == 1, (command, result)
+        assert_clear(result.stderr, "Read-only file system", str(bench.cache))
+    disk.remount("rw")
+    assert content(bench.cache) == before
+    bench.gateway.start()
+    with bench.client() as client:
+        bench.compare(client, 1)
+
+
+REFUSED = "unlink,unlinkat,rename,renameat,renameat2,mkdir,fallocate,ftruncate,pwrite64"
+
+
+def test_with_a_gateway_that_runs(tmp_path: Path, stack: ExitStack) -> None:
+    bench = DiskBench(tmp_path, tmp_path, cache_keys='repair = "ask"')
+    stack.callback(bench.gateway.close)
+    saved(bench)
+    files = {path.stat().st_size: path for path in (bench.cache / "data").glob("*/*.shard")}
+    damaged = files[max(files)]
+    data = bytearray(damaged.read_bytes())
+    data[MIB] ^= 1
+    damaged.write_bytes(data)
+    gateway = bench.gateway
+    assert gateway.cli("verify", RUN, "1", check=False).returncode == 4
+    (entry,) = json.loads(gateway.cli("quarantine", "ls", "--json").stdout)
+    before = content(bench.cache / "data")
+    incoming = [bench.cache / "incoming" / f"{number:016x}.tmp" for number in range(100)]
+    marks = [bench.cache / "marks.json", bench.cache / ".forebay-tmp-marks.json"]
+    paths = [*(bench.cache / "data").rglob("*"), bench.cache / "data", bench.cache / "incoming", *incoming, *marks]
+    with Faults(gateway.pid, REFUSED, "EROFS", "1+", paths, tmp_path) as faults:
+        found = {
+            "release": gateway.cli("quarantine", "release", entry["id"], check=False),
+            "evict": gateway.cli("evict", RUN, "1", check=False),
+            "gc": gateway.cli("gc", "--apply", "--older-than", "0s", check=False),
+        }
+        with bench.client(retry_s=0.0) as client:
+            with pytest.raises(Unavailable, match="EROFS"):
+                client.pin(RUN, 1)
+            with pytest.raises(Unavailable, match="EROFS"):
+                bench.put(client.checkpoint(RUN, 2, session="job-1"), "x", SMALL)
+        assert gateway.process is not None and gateway.process.poll() is None
+    assert faults.injected
+    for name in ("release", "evict"):
+        assert found[name].returncode == 5, (name, found[name])
+        assert_clear(found[name].stderr, "EROFS")
+    assert found["gc"].returncode == 0  # there is nothing of ours to delete
+    assert content(bench.cache / "data") == before
+    # Writable again: what was begun ends by itself, and all of it can be done.
+    with bench.client() as client:
+        bench.compare(client, 1)
+    assert gateway.cli("repair", "--apply", check=False).returncode == 0
+    gateway.cli("pin", RUN, "1")
+    assert gateway.cli("fsck", "--deep", check=False).returncode == 0
