@@ -14,6 +14,7 @@ from forebay_gateway.core.records import PublishState, ShardKey, UploadRow
 from forebay_gateway.core.states import CopyState, ShardEvent, ShardState
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import pack_chunk_crcs
+from forebay_wire.packs import PackIndex
 
 
 async def problems(catalog: Catalog) -> list[str]:
@@ -22,7 +23,8 @@ async def problems(catalog: Catalog) -> list[str]:
 
 
 async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
-    """An open part, a committed one with copies in every place, a fetched shard, an adopted checkpoint, a deletion."""
+    """An open part, a committed one with copies in every place, a fetched and a bad shard, an adopted checkpoint, a deletion, a
+    pack in a session that is not whole."""
     session = await begin(catalog)
     keys = [ShardKey(session.id, catalog.new_id()) for _ in range(5)]
 
@@ -49,6 +51,14 @@ async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
     document = manifest([[entry("x", b"x")], [entry("y", b"y")]], run="other", step=9)
     await catalog.write(lambda txn: txn.adopt_manifest(document, "pfs", session_id=catalog.new_id(), new_id=catalog.new_id))
     await catalog.write(lambda txn: txn.mark_deleting("other", 9))
+    begun = await begin(catalog, step=2)
+    index = PackIndex.laid_out((f"packed-{number}", 10, number) for number in range(3))
+    pack = sealed(
+        ShardKey(begun.id, catalog.new_id()), ".forebay/packs/0-0123456789abcdef.pack", size=8, crc=crc32c(b"the pack")
+    )
+    pack = replace(pack, packed=len(index), packed_size=index.size)
+    await catalog.write(lambda txn: txn.seal(pack, pack_chunk_crcs([crc32c(b"the pack")]), index))
+    await catalog.write(lambda txn: txn.shard_event(keys[1], ShardEvent.MISMATCH))
     return keys
 
 

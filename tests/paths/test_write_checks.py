@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument
-from forebay_gateway.paths.write import Existing, PartRef, Receipt, SmallShard
+from forebay_gateway.paths.small import SmallPath, SmallShard
+from forebay_gateway.paths.write import Existing, PartRef, Receipt
 from forebay_wire.checksums import crc32c
 from paths.kit import serving, tier
 
@@ -39,7 +40,7 @@ async def test_a_small_shard_that_arrives_damaged_is_refused_with_its_group(tmp_
         assert writes is not None
         group = [SmallShard("a", crc32c(DATA), memoryview(DATA)), SmallShard("b", crc32c(DATA) ^ 1, memoryview(DATA))]
         with pytest.raises(Corrupt, match="'b' arrived damaged"):
-            await writes.put_small(PartRef("run", 1, "s", 0, 1), group)
+            await SmallPath(gateway.node, writes).put(PartRef("run", 1, "s", 0, 1), group)
         with gateway.node.catalog.read() as txn:
             assert list(txn.all_shards()) == []
         assert not list((tmp_path / "cache-a" / "data").rglob("*.shard"))

@@ -16,7 +16,7 @@ from forebay_gateway.catalog.env import Catalog
 from forebay_gateway.catalog.queries import OUT_OF_QUEUE, UNSETTLED, ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged
 from forebay_gateway.core.errors import NotFound
-from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionSums, ShardKey, ShardRow
+from forebay_gateway.core.records import PartRow, PartState, PublishState, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyState, ShardState
 from forebay_wire.checksums import crc32c_of_chunks
 from forebay_wire.manifest import chunk_count, unpack_chunk_crcs
@@ -43,7 +43,7 @@ def check_page(txn: ReadTxn, name: str, after: bytes | None) -> tuple[list[str],
         if problem:
             problems.append(f"{name} {key.hex()}: {problem}")
         looked += 1
-        cost += _cost(name, value)
+        cost += _cost(txn, name, key, value)
         if looked >= ENTRIES_A_PAGE or cost >= SHARDS_A_PAGE:
             return problems, key
     return problems, None
@@ -63,15 +63,13 @@ async def index_problems(catalog: Catalog) -> AsyncGenerator[str, None]:
             await asyncio.sleep(0)
 
 
-def _cost(name: str, value: bytes) -> int:
+def _cost(txn: ReadTxn, name: str, key: bytes, value: bytes) -> int:
     try:
         match name:
             case "parts":
                 return 1 + schema.PART.decode(value).shard_count
-            case "session_sums":
-                return 1 + SessionSums(*schema.unpack_sums(value, schema.SESSION_LENGTH)).shards
-            case "session_progress":
-                return 1 + schema.unpack_sums(value, schema.PROGRESS_LENGTH)[1]
+            case "sessions":
+                return 1 + txn.session_sums(schema.number_of(key)).shards
             case "packs":
                 return 1 + len(value) // PACKED_BYTES
     except CatalogDamaged:
@@ -114,6 +112,12 @@ def _session(txn: ReadTxn, key: bytes, value: bytes) -> str:
             return f"what is to be published on {tier} and the row disagree"
         if held is not None and txn._get(txn._db.publish, schema.publish_key(number, schema.number_of(held), row.id)) is None:
             return f"it is missing in the list of what is to be published on {tier}"
+    sums, progress = txn.recount_session(row.id)
+    if txn.session_sums(row.id) != sums:
+        return "its sums are not what its parts and shards come to"
+    for tier, _ in txn._tiers.items():
+        if txn.session_progress(row.id, tier) != progress.get(tier, (0, 0, 0, 0)):
+            return f"its sums for {tier} are not what its copies come to"
     return ""
 
 
@@ -252,16 +256,12 @@ def _unsettled(txn: ReadTxn, key: bytes, _: bytes) -> str:
 
 
 def _session_sums(txn: ReadTxn, key: bytes, _: bytes) -> str:
-    session_id = schema.number_of(key)
-    if txn.session(session_id) is None:
-        return "sums without their session"
-    return "" if txn.session_sums(session_id) == txn.recount_session(session_id)[0] else "not what its rows come to"
+    return "" if txn._get(txn._db.sessions, key) is not None else "sums without their session"
 
 
-def _session_progress(txn: ReadTxn, key: bytes, value: bytes) -> str:
-    session_id, tier = schema.number_of(key[:8]), txn._tiers.name(schema.number_of(key[8:]))
-    counted = txn.recount_session(session_id)[1].get(tier, (0, 0, 0, 0))
-    return "" if schema.unpack_sums(value, schema.PROGRESS_LENGTH) == counted else f"not what its copies on {tier} come to"
+def _session_progress(txn: ReadTxn, key: bytes, _: bytes) -> str:
+    txn._tiers.name(schema.number_of(key[8:]))
+    return "" if txn._get(txn._db.sessions, key[:8]) is not None else "sums without their session"
 
 
 def _completeness(txn: ReadTxn, key: bytes, _: bytes) -> str:
