@@ -17,6 +17,7 @@ from forebay.buffers import Region
 from forebay.errors import InvalidArgument
 from forebay.sources import BufferSource, Source, source_of
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
+from forebay_wire.memory import address_of
 
 # A block stays in a core's L2 between copy and checksum. Smaller ones cost more calls, and more waits for the GIL.
 BLOCK_BYTES = 1 << 20
@@ -96,7 +97,7 @@ class Copier:
 
     def _copy_memory(self, data: memoryview, view: memoryview, region: Region, start: int) -> list[int]:
         crcs = [0] * -(-data.nbytes // BLOCK_BYTES)
-        origin, target = _address(data), region.address + start
+        origin, target = address_of(data), region.address + start
 
         def act(first: int, last: int) -> None:
             region.fault_in(start + first, start + last)
@@ -135,34 +136,6 @@ class Copier:
             return self._threads
 
 
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of CPython's stable ABI (since 3.11)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
 def _combined(block_crcs: list[int], size: int) -> int:
     # Tables for a last block of an odd length take a while: not for small shards, which are one block.
     return block_crcs[0] if len(block_crcs) == 1 else crc32c_of_chunks(block_crcs, BLOCK_BYTES, size)
-
-
-def _address(view: memoryview) -> int:
-    """Where a contiguous view's bytes are, also where they are read-only. Valid as long as the view is held."""
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf or 0)
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
