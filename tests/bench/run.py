@@ -1,12 +1,14 @@
 """`make bench`: each figure as a ratio, both sides in one run, interleaved; medians.
 
 usage: run.py [--size-mib 1536] [--pairs 5] [--through-gib 20] [--directory DIR] [--json FILE] [ROW ...]
-Rows: save, restore, memory. DIR lies on the disk under test (default: the temporary directory).
+Rows: save, save-fd, restore, restore-fd, memory (those with fd need fio). DIR lies on the disk under test (default: temporary
+files' directory).
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -20,8 +22,10 @@ import psutil
 
 import forebay
 from bench.bare_grpc import BareStream, Measured, cpu_of
+from bench.fio import FIO, fio
 from bench.machine import facts
 from forebay.demo.gateways import GatewayProcess, posix_tier
+from forebay.lanes.memory import aligned
 
 CHUNK = 4 << 20
 
@@ -64,9 +68,55 @@ def save(job: Job) -> Iterator[Row]:
     yield _cost("CPU of it, client + gateway", "bare grpcio stream up", bare, ours, job.size, "<= 1.5")
 
 
-def _save_once(client: forebay.Client, server: psutil.Process, step: int, source: memoryview) -> Measured:
+def save_fd(job: Job) -> Iterator[Row]:
+    """Durable save over the fd lane against fio, which writes and fsyncs; from memory as Python gives it, and page-aligned."""
+    block = os.urandom(64 << 20)
+    plain = memoryview(bytearray(block * (job.size // len(block))))
+    pages = aligned(job.size)
+    pages[:] = plain
+    for what, source in (("any memory", plain), ("page-aligned", pages)):
+        theirs: list[Measured] = []
+        ours: list[Measured] = []
+        with _gateway(job, capacity=20 * job.size) as gateway:
+            server = psutil.Process(gateway.pid)
+            client = forebay.Client(gateway.address)
+            gateway.cli("queue", "hold")
+            for step in range(1, job.pairs + 1):
+                theirs.append(fio(job.directory / "fio", job.size, "write"))
+                ours.append(_save_once(client, server, step, source, "fd"))
+        (job.directory / "fio").unlink()
+        yield _speed(f"durable save, fd lane, {what}", FIO, theirs, ours, job.size, ">= 0.90")
+
+
+def restore_fd(job: Job) -> Iterator[Row]:
+    """Restore from the cache over the fd lane, around the page cache, all chunks checked, against fio's reading alone."""
+    block = os.urandom(64 << 20)
+    source = memoryview(bytearray(block * (job.size // len(block))))
+    for what, target in (("any memory", memoryview(bytearray(job.size))), ("page-aligned", aligned(job.size))):
+        theirs: list[Measured] = []
+        ours: list[Measured] = []
+        with _gateway(job, capacity=20 * job.size) as gateway:
+            server = psutil.Process(gateway.pid)
+            client = forebay.Client(gateway.address)
+            gateway.cli("queue", "hold")
+            _save_once(client, server, 1, source, "fd")
+            reader = client.open("bench", 1, lane="fd")
+            reader.readinto("shard", target)  # its pages are there from here on, as a training process's are
+            fio(job.directory / "fio", job.size, "write")
+            for _ in range(job.pairs):
+                theirs.append(fio(job.directory / "fio", job.size, "read"))
+                cpu_s, began_s = cpu_of(server), time.perf_counter()
+                reader.readinto("shard", target)
+                ours.append(Measured(time.perf_counter() - began_s, cpu_of(server) - cpu_s))
+            if target != source:
+                raise SystemExit("restored bytes differ")
+        (job.directory / "fio").unlink()
+        yield _speed(f"restore from cache, fd lane, {what}", FIO, theirs, ours, job.size, ">= 0.90")
+
+
+def _save_once(client: forebay.Client, server: psutil.Process, step: int, source: memoryview, lane: str = "stream") -> Measured:
     cpu_s, began_s = cpu_of(server), time.perf_counter()
-    with client.checkpoint("bench", step, lane="stream") as checkpoint:
+    with client.checkpoint("bench", step, lane=lane) as checkpoint:
         checkpoint.put("shard", source)
         checkpoint.commit(wait="cache")
     return Measured(time.perf_counter() - began_s, cpu_of(server) - cpu_s)
@@ -83,7 +133,7 @@ def restore(job: Job) -> Iterator[Row]:
         client = forebay.Client(gateway.address)
         gateway.cli("queue", "hold")
         _save_once(client, server, 1, source)
-        reader = client.open("bench", 1)
+        reader = client.open("bench", 1, lane="stream")
         for _ in range(job.pairs):
             bare.append(stream.down(job.size))
             cpu_s, began_s = cpu_of(server), time.perf_counter()
@@ -154,7 +204,13 @@ def _rate(measured: list[Measured], size: int) -> float:
     return size / 1e9 / statistics.median(each.seconds for each in measured)
 
 
-ROWS: dict[str, Callable[[Job], Iterator[Row]]] = {"save": save, "restore": restore, "memory": memory}
+ROWS: dict[str, Callable[[Job], Iterator[Row]]] = {
+    "save": save,
+    "save-fd": save_fd,
+    "restore": restore,
+    "restore-fd": restore_fd,
+    "memory": memory,
+}
 
 
 def main() -> None:
@@ -172,11 +228,14 @@ def main() -> None:
         job = Job(Path(name), arguments.size_mib >> 6 << 26, arguments.pairs, arguments.through_gib << 30)
         machine = facts(job.directory)
         print("  ".join(f"{key}: {value}" for key, value in machine.items()))
-        print(f"{'WHAT':34} {'AGAINST':26} {'RATIO':>8}  {'GOAL':26} DETAIL")
+        print(f"{'WHAT':40} {'AGAINST':26} {'RATIO':>8}  {'GOAL':26} DETAIL")
         for row in arguments.rows:
+            if row.endswith("-fd") and shutil.which("fio") is None:
+                print(f"{row}: not run: fio is not installed")
+                continue
             for result in ROWS[row](job):
                 results.append(result)
-                print(f"{result.what:34} {result.against:26} {result.value:>8}  {result.goal:26} {result.detail}", flush=True)
+                print(f"{result.what:40} {result.against:26} {result.value:>8}  {result.goal:26} {result.detail}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in results]}, indent=2))
 

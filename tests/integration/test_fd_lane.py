@@ -1,4 +1,4 @@
-"""The fd lane as a trainer uses it: all kinds of data and memory, restarts in every moment, forks, and what it falls back to."""
+"""The fd lane as a trainer uses it: all kinds of data and memory, restarts at every moment, forks, what it falls back to."""
 
 import asyncio
 import contextlib
