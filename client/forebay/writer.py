@@ -19,7 +19,7 @@ from forebay.connection import CALL_TIMEOUT_S, Connection
 from forebay.convert import record
 from forebay.errors import AlreadyExists, DeadlineExceeded, ForebayError, InvalidArgument
 from forebay.lanes import fd_put, stream
-from forebay.lanes.fd import FD_BYTES_MIN, NotOffered
+from forebay.lanes.fd import FD_BYTES_MIN, NoPlace, NotOffered
 from forebay.pending import Pending
 from forebay.retry import RetryPolicy
 from forebay.snapshot import snapshotted
@@ -249,11 +249,10 @@ class CheckpointWriter:
                 if receipt is not None:
                     return self._keep([record(receipt, Receipt)])[0]
                 by_fd = False  # the name is taken: the stream lane compares
-            except NotOffered:
-                if self._lane == "fd":
-                    raise
-                by_fd = False
             except ForebayError as error:
+                if isinstance(error, NotOffered | NoPlace) and self._lane != "fd":
+                    by_fd = False
+                    continue
                 if attempt.began and not source.replayable:
                     raise
                 attempts.pause(error)

@@ -1,6 +1,7 @@
 """A gateway for each test: the one in memory, and a real one in a process of its own with a POSIX tier below tmp_path.
 
-Both must behave alike; a test that asks for `gateway` runs against each. `memory` gives the first alone, for injected faults.
+Both must behave alike; a test that asks for `gateway` runs against each, the real one over both lanes. `memory` gives
+the first alone, for injected faults.
 """
 
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from client.lanes import FdClient, StreamClient
 from forebay import Client, ForebayError
 from forebay.testing import MemoryGateway
 
@@ -92,14 +94,23 @@ def real(tmp_path: Path) -> Iterator[RealGateway]:
         gateway.stop()
 
 
-@pytest.fixture(params=["memory", "gateway"])
-def gateway(request: pytest.FixtureRequest) -> Gateway:
-    return request.getfixturevalue("memory" if request.param == "memory" else "real")
+CLIENTS: dict[str, type[Client]] = {"memory": Client, "stream": StreamClient, "fd": FdClient}
+
+
+@pytest.fixture(params=CLIENTS)
+def client_class(request: pytest.FixtureRequest) -> type[Client]:
+    kind: type[Client] = CLIENTS[request.param]
+    return kind
 
 
 @pytest.fixture
-def client(gateway: Gateway) -> Iterator[Client]:
-    with Client(gateway.address, admit_timeout=5, retry_timeout=10) as client:
+def gateway(request: pytest.FixtureRequest, client_class: type[Client]) -> Gateway:
+    return request.getfixturevalue("memory" if client_class is Client else "real")
+
+
+@pytest.fixture
+def client(gateway: Gateway, client_class: type[Client]) -> Iterator[Client]:
+    with client_class(gateway.address, admit_timeout=5, retry_timeout=10) as client:
         yield client
 
 

@@ -10,14 +10,15 @@ from contextlib import aclosing
 import pytest
 
 import forebay
+from client.lanes import async_client
 from forebay import AsyncClient, Client
 from forebay.testing import MemoryGateway
 
 BIG = os.urandom((9 << 20) + 7)
 
 
-async def test_the_same_verbs_with_await(gateway, tmp_path) -> None:
-    async with AsyncClient(gateway.address) as client:
+async def test_the_same_verbs_with_await(gateway, client_class, tmp_path) -> None:
+    async with async_client(gateway.address, client_class) as client:
         async with client.checkpoint("r", 1) as ckpt:
             await asyncio.gather(*(ckpt.put(f"big{n}", BIG) for n in range(3)), ckpt.put_many({"s": b"small"}))
             assert (await ckpt.commit({"a": 1}, wait="pfs", timeout=60)).level == "pfs"
@@ -80,7 +81,7 @@ def test_the_twins_have_the_same_verbs() -> None:
         if not name.startswith("_") and not hasattr(twin, name)
     }
     # Of a writer, what its own package uses; of a commit, too. `run` and `step` are what the caller gave.
-    known = {"shard", "run", "step", "commit_json", "check_background", "give_up"}
+    known = {"shard", "run", "step", "commit_json", "check_background", "give_up", "write_to"}
     known |= {"unseen", "tell", "over", "leave", "succeed", "fail", "reach"}
     assert {name.partition(".")[2] for name in lacking} <= known, lacking
 
@@ -181,8 +182,8 @@ def _child(client: Client, step: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_has_a_channel_of_its_own(gateway, method: str) -> None:
-    with Client(gateway.address) as client:
+def test_a_child_process_has_a_channel_of_its_own(gateway, client_class, method: str) -> None:
+    with client_class(gateway.address) as client:
         with client.checkpoint("r", 1) as ckpt:
             ckpt.put("a", BIG)
             context = multiprocessing.get_context(method)

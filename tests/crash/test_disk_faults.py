@@ -24,6 +24,7 @@ SIZES = {"large": LARGE, "middle": MIDDLE, "empty": 0}
 MANY = {"more": SMALL, "tiny": 1}
 AHEAD = 40  # ids and commit numbers that a run may come to use
 SHOWN_WITHIN_S = 5.0
+NAMED = ("shards", "leases")  # faults at files whose names are known ahead
 
 ERRORS = ("EIO", "ENOSPC", "EDQUOT")
 PLACES = ("1", "2", "3", "5", "1+", "3+")  # each thread counts its own calls
@@ -38,6 +39,14 @@ FEW = {
         ("fallocate", "EDQUOT", "1+"),
         ("rename", "EIO", "1"),
         ("unlink", "EIO", "1+"),
+    ),
+    # The gateway's own calls about files that a client writes; fcntl proves that nobody writes any more.
+    "leases": (
+        ("pwrite64", "EIO", "1"),
+        ("fsync", "ENOSPC", "1+"),
+        ("fallocate", "ENOSPC", "1+"),
+        ("fcntl", "EIO", "1"),
+        ("rename", "EIO", "1+"),
     ),
     "directories": (("fsync", "EIO", "1"), ("fsync", "EIO", "1+")),
     "catalog": (("pwrite64,pwritev", "EIO", "1"), ("fdatasync", "ENOSPC", "2")),
@@ -115,8 +124,8 @@ def run_once(bench: DiskBench, directory: Path, step: int, where: str, call: str
     """A save while `call` fails, then what is left of it, then the same save again."""
     tally.runs += 1
     with bench.client(retry_s=0.0, admit_s=0.0) as client:
-        part = client.checkpoint(RUN, step, session="job-1")
-        if where == "shards":
+        part = client.checkpoint(RUN, step, session="job-1", lane="fd" if where == "leases" else "stream")
+        if where in NAMED:
             bench.put(part, "first", SMALL)  # the session's directory is there, and its number known
         with Faults(bench.gateway.pid, call, error, place, paths_of(bench, where), directory) as faults:
             errors = save_as_far_as_it_goes(bench, client, part)
@@ -134,7 +143,7 @@ def run_once(bench: DiskBench, directory: Path, step: int, where: str, call: str
         assert "internal error" not in " ".join(map(str, errors))
         if errors and step % 2 == 0 and step not in bench.log.promised:
             give_up(bench, step)
-    sizes = {**SIZES, **MANY, **({"first": SMALL} if where == "shards" else {})}
+    sizes = {**SIZES, **MANY, **({"first": SMALL} if where in NAMED else {})}
     with bench.client() as client, client.checkpoint(RUN, step, session="job-1") as part:
         until(lambda: client.status().pressure.level != "refusing", "space is there again", 2 * SHOWN_WITHIN_S)
         for name, size in sizes.items():

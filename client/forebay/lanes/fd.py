@@ -34,11 +34,15 @@ class NotOffered(Unsupported):
     """This gateway has no fd lane for this client: another host, another release, or a socket that is not to be reached."""
 
 
+class NoPlace(Unavailable):
+    """The gateway takes no further connection on its fd lane now; streams it takes."""
+
+
 class Lease:
     """A connection for one lease. Its methods but `alive` are for the thread that made it."""
 
     def __init__(self, connection: Connection, doing: str) -> None:
-        """Connect. Raises NotOffered, Unavailable."""
+        """Connect. Raises NotOffered, NoPlace, Unavailable."""
         self._connection = connection
         self._doing = doing
         self._lock = threading.Lock()
@@ -47,6 +51,9 @@ class Lease:
         self._socket = _connect(connection, doing)
         try:
             self.ticket = self._receive(SECRET_BYTES)
+        except Unavailable as error:
+            self._socket.close()
+            raise NoPlace(error.message, retry_after_s=error.retry_after_s) from error
         except BaseException:
             self._socket.close()
             raise

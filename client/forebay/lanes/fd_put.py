@@ -24,8 +24,8 @@ from forebay_wire.memory import address_of, copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
 # Enough that the disk always has a write to do while other threads compute checksums, or copy as well.
-THREADS_ALIGNED = 2
-THREADS_BOUNCE = 3
+THREADS_ALIGNED = 3
+THREADS_BOUNCE = 4
 RETRY_AFTER_S = 1.0
 
 
