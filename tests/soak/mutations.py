@@ -285,7 +285,7 @@ COMPARISONS = (
         f"{GATEWAY}/movers/worker.py",
         "if info.crc32c != item.crc32c:",
         "if False:",
-        ("tests/integration/test_main_job.py",),
+        ("tests/paths/test_mover_proof.py",),
     ),
     Mutation("manifest: its own checksum", MANIFEST, "if expected != actual:", "if False:", ("tests/wire/test_manifest.py",)),
     Mutation(
