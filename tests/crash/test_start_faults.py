@@ -18,7 +18,7 @@ from crash.kit import MIDDLE, RUN, SMALL
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 SIZES = {"a": MIDDLE, "b": SMALL, "empty": 0}
 # "files" are the sealed shards and parts, which the start has to judge; "all" is every name below the cache.
-FEW = (("files", "pread64,preadv", "EIO", "1+"), ("files", "read", "EIO", "1+"), ("all", "openat", "EIO", "3"))
+FEW = (("files", "pread64,preadv,preadv2", "EIO", "1+"), ("files", "read", "EIO", "1+"), ("all", "openat", "EIO", "3"))
 CALLS = (
     "pread64",
     "openat",

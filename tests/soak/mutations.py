@@ -287,7 +287,7 @@ COMPARISONS = (
         f"{GATEWAY}/movers/worker.py",
         "if info.crc32c != item.crc32c:",
         "if False:",
-        ("tests/integration/test_main_job.py",),
+        ("tests/paths/test_mover_proof.py",),
     ),
     Mutation(
         "packs: CRC of each shard as it is packed",

@@ -246,6 +246,8 @@ async def adopt_or_drop(node: Node, file: FoundFile) -> None:
         await node.catalog.write(partial(_adopt, file, footer, chunks, index), frees=True)  # also with the last blocks
         node.budget.adopted(file.size)
         log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
+    except FileNotFoundError:
+        return  # it went since the look: unlinked again, as what was being evicted
     except JUDGEMENTS as error:
         log.warning("dropped a file that no acknowledgement covers path=%s reason=%s", file.path, error)
         await node.io.run(node.cache.unlink, file.path)
