@@ -352,10 +352,14 @@ COMPARISONS = (
         STREAM,
         "if (receipt.name, receipt.size, receipt.crc32c) != (name, size, crc):",
         "if False:",
-        ("tests/client",),
+        ("tests/client/test_client_whole.py",),
     ),
     Mutation(
-        "client: a whole shard's CRC", "client/forebay/reader.py", "if crc != shard.crc32c:", "if False:", ("tests/client",)
+        "client: a whole shard's CRC",
+        "client/forebay/reader.py",
+        "if crc != shard.crc32c:",
+        "if False:",
+        ("tests/client/test_client_whole.py",),
     ),
 )
 
