@@ -41,7 +41,7 @@ from forebay_gateway.paths.complete import Announcer, Completion
 from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
-from forebay_gateway.paths.handover import leave_clean
+from forebay_gateway.paths.handover import found_mark, leave_mark, leave_token
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
@@ -238,9 +238,12 @@ class Gateway:
         ended = await stopping
         for tier in node.tiers.values():
             await tier.tier.close()
+        token = ""
         if ended and self._writes is not None and not self._writes.open_streams and not uncut_left():
-            await leave_clean(node)
+            token = await leave_token(node)
         await node.catalog.close()
+        if token:
+            await asyncio.to_thread(leave_mark, node.cache.path, token)
         node.io.close()
         node.cache.release()
         for path in self._sockets:  # those of our own: a start that was refused leaves another gateway's alone
@@ -260,6 +263,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
         names = [tier.name for tier in config.tiers]
+        mark = await asyncio.to_thread(found_mark, cache.path)
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
         with catalog.read() as txn:
             used = txn.totals().used
@@ -297,6 +301,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         budget=budget,
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
+        clean_mark=mark,
     )
     tell(node, rebuilt)
     return node
