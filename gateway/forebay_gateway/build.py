@@ -42,7 +42,7 @@ from forebay_gateway.paths.complete import Announcer, Completion
 from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
-from forebay_gateway.paths.handover import leave_clean
+from forebay_gateway.paths.handover import found_mark, leave_mark, leave_token
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
@@ -268,9 +268,12 @@ class Gateway:
         ended = await stopping
         for tier in node.tiers.values():
             await tier.tier.close()
+        token = ""
         if ended and self._writes is not None and not self._writes.open_streams and not uncut_left():
-            await leave_clean(node)
+            token = await leave_token(node)
         await node.catalog.close()
+        if token:
+            await asyncio.to_thread(leave_mark, node.cache.path, token)
         node.io.close()
         node.cache.release()
         for path in self._sockets:  # those of our own: a start that was refused leaves another gateway's alone
@@ -290,6 +293,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
         names = [tier.name for tier in config.tiers]
+        mark = await asyncio.to_thread(found_mark, cache.path)
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
         await restore_settings(cache, catalog)
         with catalog.read() as txn:
@@ -330,6 +334,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         tiers=tiers,
         movers=MoverPool(setup, names, config.node.movers, clock),
         marks=marks,
+        clean_mark=mark,
     )
     tell(node, rebuilt)
     return node

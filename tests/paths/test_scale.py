@@ -1,6 +1,7 @@
 """What must not grow with all that a node holds: looks, starts, messages, memory."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,24 +61,23 @@ async def test_after_an_orderly_stop_a_start_compares_nothing(tmp_path: Path, mo
         assert counts == []
         assert not (tmp_path / "cache-a" / CLEAN).exists()  # or a kill would be taken for an orderly stop
         assert (await client.describe("run", 1)).state == "complete"
-        monkeypatch.setattr("forebay_gateway.build.leave_clean", _leave_nothing)
+        monkeypatch.setattr("forebay_gateway.build.leave_mark", lambda cache, token: None)  # as a kill does
     async with serving(tmp_path, tier(tmp_path / "pfs")):
         assert counts == [1]
-
-
-async def _leave_nothing(node: Any) -> None:
-    """As a kill does."""
 
 
 async def test_the_mark_counts_only_for_the_catalog_it_was_left_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
         await save(client)
-    (tmp_path / "cache-a" / CLEAN).write_bytes(b"of another stop")
+    handover.leave_mark(tmp_path / "cache-a", "of another stop")
     counts = compared(monkeypatch)
     async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway:
         assert counts == [1]
         with gateway.node.catalog.read() as txn:
             assert txn.setting(handover.SETTING) is None
+    os.utime(tmp_path / "cache-a" / handover.CATALOG_FILE)  # somebody has touched it
+    async with serving(tmp_path, tier(tmp_path / "pfs")):
+        assert counts == [1, 1]
 
 
 async def test_no_mark_where_work_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ class Node:
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
     movers: MoverPool
     marks: MarkKeeper
+    clean_mark: str = ""  # what the process before this one left at its orderly stop, see handover.py
     changes: Changes = field(default_factory=Changes)
     # session: monotonic, in this process. One that is forgotten counts from when it is seen again.
     first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))

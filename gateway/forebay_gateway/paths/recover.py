@@ -29,7 +29,7 @@ from forebay_gateway.core.errors import (
     StartupError,
     Unavailable,
 )
-from forebay_gateway.core.layout import announce_key, manifest_key, part_key
+from forebay_gateway.core.layout import announce_key, manifest_key, part_key, run_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
@@ -377,6 +377,8 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
     for key, upload in uploads:
         await tier.tier.abort_upload(upload.key, upload.upload_id)
         await node.catalog.write(partial(clear_upload, key, tier.name))
+    for run in dict.fromkeys(session.run for session in sessions):
+        await tier.tier.sweep(run_key(run))
     for session in sessions:
         await tier.tier.sweep(manifest_key(session.run, session.step))
         await tier.tier.sweep(part_key(session.run, session.step, session.session, 0))
