@@ -127,9 +127,9 @@ class Gateway:
         """Paths, workers, services."""
         node = self.node
         evictor = Evictor(node)
-        finder = Finder(node)
         writes = self._writes = WritePath(node, evictor)
         commits = CommitPath(node, writes)
+        finder = Finder(node, commits.drop_open)
         retention = Retention(node, finder)
         reads = ReadPath(node, finder, evictor)
         leases = Leases(node, writes, reads, evictor)

@@ -23,11 +23,13 @@ from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.care.rebuild import adopt_from_tiers, damage_note, set_aside
+from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.recover import recover
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.write import WritePath
 from forebay_gateway.serve import read_config
 
 
@@ -126,7 +128,8 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
         cache.release()
     async with _opened(_with_rebuild(config, "auto"), source) as node:
         await recover(node)
-        on_tiers = await adopt_from_tiers(node, Finder(node))
+        commits = CommitPath(node, WritePath(node, Evictor(node)))
+        on_tiers = await adopt_from_tiers(node, Finder(node, commits.drop_open))
         marks = await node.marks.restore()  # once more, for what only the tiers know
         with node.catalog.read() as txn:
             checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from crc32c import crc32c as _crc32c
 
-__all__ = ["combine", "crc32c", "crc32c_of_chunks"]
+__all__ = ["combine", "crc32c", "crc32c_of_chunks", "crc32c_of_pieces"]
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bit-reflected; RFC 3720 appendix B.4
 
@@ -61,4 +61,18 @@ def crc32c_of_chunks(chunk_crcs: Iterable[int], chunk_size: int, size: int) -> i
         length = min(chunk_size, remaining)
         total = combine(total, crc, length)
         remaining -= length
+    return total
+
+
+def crc32c_of_pieces(pieces: Iterable[tuple[int, int]]) -> int:
+    """CRC32C of the concatenation of pieces, each given by its CRC and its length in bytes: of many lengths, whose tables would
+    each be made for one use, so a length is taken apart into powers of two."""
+    total = 0
+    for crc, length in pieces:
+        bit = 1
+        while bit <= length:
+            if length & bit:
+                total = combine(total, 0, bit)
+            bit <<= 1
+        total ^= crc
     return total

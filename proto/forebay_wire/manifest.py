@@ -30,6 +30,8 @@ MAX_CHUNK_SIZE = 64 << 20
 SHARDS_A_PIECE = 256
 LONG_DOCUMENT_BYTES = 64 << 10
 _DECODER = json.JSONDecoder()
+_OF_OBJECTS = frozenset({"parts", "packs"})  # lists whose objects are long themselves
+_LONG_LISTS = _OF_OBJECTS | {"shards", "entries"}
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -290,12 +292,12 @@ def _pieces(body: dict[str, Any]) -> Iterator[str]:
         value = body[key]
         yield f"{comma}{_dumps(key)}:"
         comma = ","
-        if key == "parts" and isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            for index, part in enumerate(value):
+        if key in _OF_OBJECTS and isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for index, each in enumerate(value):
                 yield "," if index else "["
-                yield from _pieces(part)
+                yield from _pieces(each)
             yield "]"
-        elif key == "shards" and isinstance(value, list) and value:
+        elif key in ("shards", "entries") and isinstance(value, list) and value:
             for begin in range(0, len(value), SHARDS_A_PIECE):
                 yield "," if begin else "["
                 yield _dumps(value[begin : begin + SHARDS_A_PIECE])[1:-1]
@@ -354,8 +356,8 @@ def _read(text: str, at: int, key: str) -> tuple[Any, int]:
     opening = text[at : at + 1]
     if key == "" and opening == "{":
         return _read_object(text, at)
-    if key in ("parts", "shards") and opening == "[":
-        return _read_array(text, at, "" if key == "parts" else "shard")
+    if key in _LONG_LISTS and opening == "[":
+        return _read_array(text, at, "" if key in _OF_OBJECTS else "shard")
     return _DECODER.raw_decode(text, at)
 
 

@@ -208,9 +208,35 @@ async def test_larger_chunks_count_as_several(pool: IoPool) -> None:
     whole = await pool.acquire(100 * SIZE)  # more than the pool: alone then
     assert pool.free_buffers == 0
     pool.release(whole)
-    small = await pool.acquire(1)
-    assert len(small.view) == SIZE
-    pool.release(small)
+    nearly = await pool.acquire(SIZE // 2 + 1)
+    assert len(nearly.view) == SIZE
+    pool.release(nearly)
+
+
+async def test_small_chunks_count_as_what_they_are(pool: IoPool) -> None:
+    """A part of a pack is many small chunks at once: were each a whole buffer, it would wait for itself."""
+    async with asyncio.timeout(5):
+        held = [await pool.acquire(BLOCK, keep_free=pool.reserved) for _ in range(6 * SIZE // BLOCK)]
+    assert {len(buffer.view) for buffer in held} == {BLOCK}
+    assert all(buffer._address % BLOCK == 0 for buffer in held)
+    assert pool.free_buffers == 2
+    assert not pool.plenty
+    more = asyncio.create_task(pool.acquire(1, keep_free=pool.reserved))
+    await turns()
+    assert not more.done()
+    for buffer in held:
+        pool.release(buffer)
+    pool.release(await more)
+    assert pool.free_buffers == 8
+
+
+async def test_small_chunks_and_idle_buffers_share_the_memory(pool: IoPool) -> None:
+    for buffer in [await pool.acquire() for _ in range(8)]:
+        pool.release(buffer)
+    held = [await pool.acquire(BLOCK) for _ in range(2 * SIZE // BLOCK)]
+    assert len(pool._idle) == 6
+    for buffer in held:
+        pool.release(buffer)
 
 
 async def test_a_large_request_is_not_starved_by_small_ones(pool: IoPool) -> None:

@@ -14,7 +14,7 @@ from forebay_gateway.core.records import PublishState, ShardKey, UploadRow
 from forebay_gateway.core.states import CopyState, ShardEvent, ShardState
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import pack_chunk_crcs
-from forebay_wire.packs import PackIndex
+from forebay_wire.packs import PackIndex, encode_head
 
 
 async def problems(catalog: Catalog) -> list[str]:
@@ -52,12 +52,14 @@ async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
     await catalog.write(lambda txn: txn.adopt_manifest(document, "pfs", session_id=catalog.new_id(), new_id=catalog.new_id))
     await catalog.write(lambda txn: txn.mark_deleting("other", 9))
     begun = await begin(catalog, step=2)
-    index = PackIndex.laid_out((f"packed-{number}", 10, number) for number in range(3))
+    bodies = [(f"packed-{number}", bytes([number]) * (10 + number)) for number in range(3)]
+    index = PackIndex.laid_out((name, len(body), crc32c(body)) for name, body in bodies)
+    data = encode_head(index) + b"".join(body for _, body in bodies)
     pack = sealed(
-        ShardKey(begun.id, catalog.new_id()), ".forebay/packs/0-0123456789abcdef.pack", size=8, crc=crc32c(b"the pack")
+        ShardKey(begun.id, catalog.new_id()), ".forebay/packs/0-0123456789abcdef.pack", size=len(data), crc=crc32c(data)
     )
     pack = replace(pack, packed=len(index), packed_size=index.size)
-    await catalog.write(lambda txn: txn.seal(pack, pack_chunk_crcs([crc32c(b"the pack")]), index))
+    await catalog.write(lambda txn: txn.seal(pack, pack_chunk_crcs([crc32c(data)]), index))
     await catalog.write(lambda txn: txn.shard_event(keys[1], ShardEvent.MISMATCH))
     return keys
 
@@ -161,3 +163,32 @@ async def test_pages_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(whole) == len(keys)
         monkeypatch.setattr(indexes, "ENTRIES_A_PAGE", 1)
         assert await problems(catalog) == whole
+
+
+async def test_every_bit_of_a_pack_s_index_counts(tmp_path: Path) -> None:
+    """By a wrong number in it a good part file, or a part record on a tier, would be written over with wrong ones."""
+    async with opened(tmp_path / "c") as catalog:
+        await some_of_everything(catalog)
+        with catalog.read() as txn:
+            ((key, encoded),) = txn._scan(txn._db.packs)
+        for at in range(len(encoded)):
+            for bit in (1, 128):
+                flipped = encoded[:at] + bytes([encoded[at] ^ bit]) + encoded[at + 1 :]
+                await catalog.write(lambda txn, flipped=flipped: txn._put(txn._db.packs, key, flipped))
+                assert await problems(catalog), (at, bit)
+        await catalog.write(lambda txn: txn._put(txn._db.packs, key, encoded))
+        assert await problems(catalog) == []
+
+
+async def test_an_adoption_that_was_cut_off_is_no_contradiction(tmp_path: Path) -> None:
+    """A long manifest is taken in by several acts, its parts last; a kill between them leaves shards without their part."""
+    async with opened(tmp_path / "c") as catalog:
+        document = manifest([[entry("x", b"x"), entry("y", b"y")]], run="other", step=9)
+        session = await catalog.write(lambda txn: txn.begin_adoption(document, catalog.new_id()))
+        assert await problems(catalog) == []
+        (first, _) = document.files()
+        await catalog.write(lambda txn: txn.adopt_shards(session.id, "pfs", [first], catalog.new_id))
+        assert await problems(catalog) == []
+        await catalog.write(lambda txn: txn.adopt_shards(session.id, "pfs", document.files(), catalog.new_id))
+        await catalog.write(lambda txn: txn.finish_adoption(session.id, document, "pfs"))
+        assert await problems(catalog) == []

@@ -126,6 +126,17 @@ def test_a_handful_stays_plain(make: MakeGateway, root: Path) -> None:
         assert not any(part.packs for part in manifest_of(root).parts)
 
 
+def test_large_packs_reach_an_object_store(make: MakeGateway, bucket: Bucket) -> None:
+    """With chunks as large as they are unless configured: an upload's part of a pack is many more, and small, chunks."""
+    gateway = make("large-packs", [bucket.tier()], cache_keys="").start()
+    shards = {f"t/{n:03}": some_bytes(250_000, n) for n in range(250)}
+    with forebay.Client(gateway.address) as client:
+        save(client, shards, wait="object")
+        client.care.evict(RUN, STEP)
+        reader = client.open(RUN, STEP)
+        assert {name: reader.read(name) for name in list(shards)[::50]} == dict(list(shards.items())[::50])
+
+
 def test_never_means_never(make: MakeGateway, root: Path) -> None:
     with make(cache_keys='chunk_size = "64KiB"\npack = "never"') as gateway, forebay.Client(gateway.address) as client:
         shards = {f"s{n}": b"x" * n for n in range(100)}

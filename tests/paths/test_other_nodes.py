@@ -88,3 +88,28 @@ async def test_status_does_not_read_the_shards_of_what_only_waits_for_a_tier(
         found = await client.status()
         assert (found.checkpoints_complete, found.checkpoints_incomplete) == (2, 1)
         assert [item.run for item in found.incomplete] == looked == ["lacks"]
+
+
+@pytest.mark.parametrize("count", [5, 100])  # plain shards, and packs: of other names than those that count
+async def test_what_its_writer_left_open_here_is_not_in_the_way(tmp_path: Path, count: int) -> None:
+    """A writer puts through one gateway, loses it, and saves the same session through another: both can restore it."""
+    shards = {f"s/{number}": bytes([number]) * (number + 1) for number in range(count)}
+    async with (
+        serving(tmp_path, tier(tmp_path / "pfs"), node="a") as first,
+        serving(tmp_path, tier(tmp_path / "pfs"), node="b") as second,
+        client_of(first) as client,
+        client_of(second) as other,
+    ):
+        begun = client.checkpoint("run", 1, session="s")
+        await begun.put_many(shards)
+        async with other.checkpoint("run", 1, session="s") as part:
+            await part.put_many(shards)
+            await part.commit(wait="pfs", timeout=60)
+        for each, gateway in ((client, first), (other, second)):
+            reader = await each.open("run", 1)
+            assert {name: await reader.read(name) for name in shards} == shards
+            found = await each.describe("run", 1)
+            assert (found.state, found.shard_count, found.size) == ("complete", count, sum(map(len, shards.values())))
+            with gateway.node.catalog.read() as txn:
+                assert gateway.node.budget.used == txn.totals().used == txn.recount().used
+        assert await begun.commit() is not None  # the same content, so it is committed already

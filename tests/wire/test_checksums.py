@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay_wire.checksums import combine, crc32c, crc32c_of_chunks
+from forebay_wire.checksums import combine, crc32c, crc32c_of_chunks, crc32c_of_pieces
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,8 @@ def test_combine_over_long_pieces(length: int) -> None:
 def test_order_matters() -> None:
     crcs = [crc32c(b"abcd"), crc32c(b"efgh")]
     assert crc32c_of_chunks(crcs[::-1], 4, 8) != crc32c(b"abcdefgh")
+
+
+@given(st.lists(st.binary(max_size=300)))
+def test_of_pieces(pieces: list[bytes]) -> None:
+    assert crc32c_of_pieces((crc32c(piece), len(piece)) for piece in pieces) == crc32c(b"".join(pieces))

@@ -1,7 +1,7 @@
 """Threads for blocking disk work, and page-aligned memory for O_DIRECT, both bounded.
 
 Owns how many disk calls run at once, how much memory chunks take on their way, and what a disk error means to a caller.
-Does not own files. Every buffer is counted: memory never exceeds `buffers * buffer_size`, whoever holds them.
+Does not own files. Every byte is counted: memory never exceeds `buffers * buffer_size`, whoever holds it.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Buffer:
 @dataclass(eq=False, slots=True)
 class _Waiter:
     future: "asyncio.Future[Buffer]"
-    cost: int
+    cost: int  # bytes, as keep_free
     size: int
     keep_free: int
 
@@ -73,8 +73,10 @@ class _Waiter:
 class IoPool:
     """Used from one event loop; only `release` may be called from any thread.
 
-    A chunk larger than `buffer_size` counts as several buffers. Writers may take every buffer; readers leave a quarter for
-    them (`reserved`), so that slow restores never hold up a save; read-ahead only happens while half of them are free.
+    A chunk larger than `buffer_size` counts as several buffers, one that is half of it or less as what it is: a transfer that
+    needs many small ones at once (a part of a pack, of a shard saved with smaller chunks) gets as many bytes as one of few
+    large ones. Writers may take every buffer; readers leave a quarter for them (`reserved`), so that slow restores never hold up a
+    save; read-ahead only happens while half of them are free.
     """
 
     def __init__(self, threads: int = 4, buffer_size: int = 4 << 20, buffers: int = 16, wait_s_max: float = 60.0) -> None:
@@ -85,7 +87,7 @@ class IoPool:
         self.reserved = buffers // 4
         self.wait_s_max = wait_s_max
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="forebay-io")
-        self._out = 0
+        self._out = 0  # bytes
         self._idle: list[Buffer] = []
         self._returned: deque[Buffer] = deque()  # appended by any thread, emptied on the loop
         self._waiters: list[_Waiter] = []
@@ -104,14 +106,15 @@ class IoPool:
 
     @property
     def free_buffers(self) -> int:
-        """Buffers that nobody holds."""
+        """Whole buffers that nobody holds anything of."""
         self._collect()
-        return self.buffers - self._out
+        return (self.memory_bytes_max - self._out) // self.buffer_size
 
     @property
     def plenty(self) -> bool:
-        """True while more than half of the buffers are free: time to read ahead."""
-        return 2 * self.free_buffers > self.buffers
+        """True while more than half of the memory is free: time to read ahead."""
+        self._collect()
+        return 2 * self._out < self.memory_bytes_max
 
     def start(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
         """Begin `act` on a pool thread. Whoever takes the future sees to it that it ends before what it uses is closed."""
@@ -139,9 +142,11 @@ class IoPool:
         """A buffer of `size` bytes or more, once more than `keep_free` buffers are free; first come, first served.
         Raises Unavailable after `wait_s_max`: then somebody keeps what he should have given back, or the disk hangs."""
         size = align(size or self.buffer_size)
-        cost = min(-(-size // self.buffer_size), self.buffers - keep_free)
+        kept = keep_free * self.buffer_size
+        whole = -(-size // self.buffer_size) * self.buffer_size
+        cost = min(size if self._is_small(size) else whole, self.memory_bytes_max - kept)
         self._loop = asyncio.get_running_loop()
-        waiter = _Waiter(self._loop.create_future(), cost, size, keep_free)
+        waiter = _Waiter(self._loop.create_future(), cost, size, kept)
         # First into the queue, then granted: a release on another thread sees the waiter, or its buffer is seen here.
         self._waiters.append(waiter)
         self._grant()
@@ -171,21 +176,30 @@ class IoPool:
             if len(buffer.view) == self.buffer_size and not self._closed:
                 self._idle.append(buffer)
 
+    def _is_small(self, size: int) -> bool:
+        return 2 * size <= self.buffer_size
+
     def _grant(self) -> None:
         self._collect()
-        floor = self.buffers  # once a waiter is refused, none that may take no more than he may overtake him
+        floor = self.memory_bytes_max  # once a waiter is refused, none that may take no more than he may overtake him
         for waiter in list(self._waiters):
             if waiter.keep_free >= floor:
                 continue
-            if self._out + waiter.cost + waiter.keep_free > self.buffers:
+            if self._out + waiter.cost + waiter.keep_free > self.memory_bytes_max:
                 floor = waiter.keep_free
                 continue
             self._waiters.remove(waiter)
             self._out += waiter.cost
-            pooled = waiter.size <= self.buffer_size
-            size = self.buffer_size if pooled else waiter.size
-            buffer = self._idle.pop() if pooled and self._idle else Buffer(self, size, waiter.cost)
-            waiter.future.set_result(buffer)
+            waiter.future.set_result(self._buffer(waiter))
+
+    def _buffer(self, waiter: _Waiter) -> Buffer:
+        """What was granted to him: one that lies idle, else a new one, for which idle ones make room."""
+        pooled = waiter.size <= self.buffer_size and not self._is_small(waiter.size)
+        if pooled and self._idle:
+            return self._idle.pop()
+        while self._idle and self._out + len(self._idle) * self.buffer_size > self.memory_bytes_max:
+            self._idle.pop()
+        return Buffer(self, self.buffer_size if pooled else waiter.size, waiter.cost)
 
     async def _wait(self, waiter: _Waiter) -> None:
         try:

@@ -1,25 +1,28 @@
 """Do the indexes and sums say what the rows say, and do the rows fit each other? A flipped bit that still decodes shows here.
 
     every entry of every database, a page a snapshot: a row must have all that hangs on it, an index entry must have its row,
-    sums must equal a recount, and a shard's chunk table must combine to its checksum
+    sums must equal a recount, a shard's chunk table must combine to its checksum, and so must what lies in a pack
 
 Owns the comparison and nothing else: which of two that disagree is wrong cannot be told here, so what is wrong is for a rebuild
 from the cache's files to mend.
 """
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from forebay_gateway.catalog import schema
 from forebay_gateway.catalog.env import Catalog
 from forebay_gateway.catalog.queries import OUT_OF_QUEUE, UNSETTLED, ReadTxn
 from forebay_gateway.catalog.schema import CatalogDamaged
 from forebay_gateway.core.errors import NotFound
-from forebay_gateway.core.records import PartRow, PartState, PublishState, ShardKey, ShardRow
+from forebay_gateway.core.records import Origin, PartRow, PartState, PublishState, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyState, ShardState
-from forebay_wire.checksums import crc32c_of_chunks
+from forebay_wire.checksums import crc32c, crc32c_of_chunks, crc32c_of_pieces
 from forebay_wire.manifest import chunk_count, unpack_chunk_crcs
+from forebay_wire.packs import PackError, PackIndex, encode_head
 
 ENTRIES_A_PAGE = 500  # a snapshot holds up the event loop
 SHARDS_A_PAGE = 2000  # of parts and sessions, whose sums are recounted
@@ -61,6 +64,41 @@ async def index_problems(catalog: Catalog) -> AsyncGenerator[str, None]:
             if after is None:
                 break
             await asyncio.sleep(0)
+    async with aclosing(_pack_problems(catalog)) as found:
+        async for problem in found:
+            yield problem
+
+
+async def _pack_problems(catalog: Catalog) -> AsyncGenerator[str, None]:
+    """The numbers in the packs' indexes: a pack at a time, and not on the event loop."""
+    after = b""
+    while True:
+        with catalog.read() as txn:
+            entry = next((each for each in txn._scan(txn._db.packs, start=after) if each[0] != after), None)
+            row = None
+            if entry is not None:
+                with contextlib.suppress(CatalogDamaged):  # told of above
+                    row = txn.shard(schema.shard_of_key(entry[0]))
+        if entry is None:
+            return
+        after = entry[0]
+        if row is not None and (problem := await asyncio.to_thread(_numbers_of_pack, row, entry[1])):
+            yield f"packs {after.hex()}: {problem}"
+
+
+def _numbers_of_pack(row: ShardRow, encoded: bytes) -> str:
+    """Head and shards, in the order in which they lie, are the pack: so its checksum proves every number in the index."""
+    try:
+        index = PackIndex(encoded)
+        index.check(row.size)
+    except PackError as error:
+        return str(error)
+    if (len(index), index.size) != (row.packed, row.packed_size):
+        return "it holds other shards than its row counts"
+    head = encode_head(index)
+    lies = sorted(index, key=lambda packed: packed.offset)
+    crc = crc32c_of_pieces([(crc32c(head), len(head)), *((packed.crc32c, packed.size) for packed in lies)])
+    return "" if crc == row.crc32c else "its shards' checksums do not come to the pack's"
 
 
 def _cost(txn: ReadTxn, name: str, key: bytes, value: bytes) -> int:
@@ -153,7 +191,7 @@ def _shard(txn: ReadTxn, key: bytes, value: bytes) -> str:
     if key != schema.shard_key(row.key):
         return "the row is another shard's"
     part = txn.part(row.session_id, row.writer)
-    if part is None:
+    if part is None and not _is_being_adopted(txn, row.session_id):
         return "its part is not there"
     if txn._get(txn._db.names, schema.name_key(row.session_id, row.name)) != schema.u64(row.shard_id):
         return "its name leads to another shard, or to none"
@@ -167,6 +205,15 @@ def _shard(txn: ReadTxn, key: bytes, value: bytes) -> str:
     if (row.state is ShardState.EVICTABLE) != (txn._get(txn._db.evictable, entry) is not None):
         return "the list of what may be evicted and the row disagree"
     return _checksums(txn, row)
+
+
+def _is_being_adopted(txn: ReadTxn, session_id: int) -> bool:
+    """Whether its parts may be missing yet: a long manifest is taken in by several acts, the parts last, and a crash between
+    them leaves it so until somebody asks for the checkpoint again."""
+    session = txn.session(session_id)
+    if session is None or session.origin is not Origin.TIER:
+        return False
+    return txn.session_sums(session_id).parts < session.writers
 
 
 def _checksums(txn: ReadTxn, row: ShardRow) -> str:
@@ -296,7 +343,8 @@ def _pending(txn: ReadTxn, key: bytes, _: bytes) -> str:
 
 def _progress(txn: ReadTxn, key: bytes, _: bytes) -> str:
     txn._tiers.name(schema.number_of(key[12:]))
-    return "" if txn._get(txn._db.parts, key[:12]) is not None else "sums without their part"
+    has_part = txn._get(txn._db.parts, key[:12]) is not None or _is_being_adopted(txn, schema.number_of(key[:8]))
+    return "" if has_part else "sums without their part"
 
 
 def _eviction_order(txn: ReadTxn, row: ShardRow, part: PartRow | None) -> int:

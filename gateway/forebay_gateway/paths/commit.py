@@ -150,11 +150,13 @@ class CommitPath:
             return 0
         # Shielded: a client that goes away must not cut the rows' end from the files' and the bytes'.
         try:
-            return await uncut(self._drop(session.id, part.writer))
+            return await uncut(self.drop_open(session.id, part.writer))
         except NotFound:
             return 0  # another abort of this part was faster
 
-    async def _drop(self, session_id: int, writer: int) -> int:
+    async def drop_open(self, session_id: int, writer: int) -> int:
+        """Drop an open part, its shards and their files; how many shards went. Raises NotFound, AlreadyExists for a committed
+        part."""
         async with self._turn(session_id, writer):
             with self._node.catalog.read() as txn:
                 part = txn.part(session_id, writer)
@@ -179,7 +181,7 @@ class CommitPath:
         for session_id, writer in parts:
             if self._writes.silent_for_s(session_id, writer) >= limit_s:
                 try:
-                    count = await self._drop(session_id, writer)
+                    count = await self.drop_open(session_id, writer)
                 except (AlreadyExists, NotFound):
                     continue  # committed or aborted meanwhile
                 log.info("dropped a silent, uncommitted part session_id=%s writer=%s shards=%s", session_id, writer, count)
@@ -266,7 +268,7 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[NamedS
 async def part_document(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> bytes:
     """The document of one writer's part, made from the catalog without holding up the event loop. Raises NotFound."""
     record = await whole_record(node, part, rows, metadata_json)
-    return await node.aside(SHARD_BYTES * len(rows), record.to_json)
+    return await node.aside(document_bytes(rows), record.to_json)
 
 
 async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
@@ -276,7 +278,12 @@ async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], meta
         with node.catalog.read() as txn:
             tables.update(_tables(txn, rows[begin : begin + SHARDS_A_PAGE]))
         await asyncio.sleep(0)
-    return await node.aside(SHARD_BYTES * len(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
+    return await node.aside(document_bytes(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
+
+
+def document_bytes(rows: Sequence[ShardRow]) -> int:
+    """About as long is a document that names these; a pack names all that lie in it."""
+    return SHARD_BYTES * sum(row.visible_count for row in rows)
 
 
 def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:

@@ -176,7 +176,7 @@ class Completion:
     async def _record_part(self, session: SessionRow, part: PartRow) -> None:
         """Say on the tier that this writer's shards are verified there. Repeating it writes the same bytes."""
         record = await self._local_record(session, part)
-        document = await self._node.aside(SHARD_BYTES * part.shard_count, record.to_json)
+        document = await self._node.aside(SHARD_BYTES * part.visible_count, record.to_json)
         key = part_key(session.run, session.step, session.session, part.writer)
         failpoints.hit("complete.before_part_record")
         await self._tier.tier.put_small(key, document)
@@ -237,7 +237,7 @@ class Completion:
         records = await self._collect(session, ready)
         if records is None:
             return await self._completed_by_another(session)
-        size = SHARD_BYTES * sum(len(record.shards) for record in records)
+        size = SHARD_BYTES * sum(1 if index is None else len(index) for record in records for _, index in record.files())
         try:
             document = await self._node.aside(size, lambda: Manifest.of_parts(records, self._node.id).to_json())
         except ManifestError as error:

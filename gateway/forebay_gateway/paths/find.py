@@ -6,15 +6,16 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from forebay_gateway.base.recent import Recent
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import Corrupt, ForebayError, Incomplete, NotFound, Unavailable
+from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR, RUNS_DIR, manifest_key, parse_run_key, parse_step_dir
-from forebay_gateway.core.records import Origin, PublishState, SessionRow
+from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.complete import mark_evictable
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
@@ -30,7 +31,9 @@ ASK_AGAIN_S = 2.0
 STEPS_AT_ONCE = 16
 WALK_LISTS_MAX = 256
 REMEMBERED_MAX = 20_000
-ADOPTED_AT_ONCE = 1000  # shards in one transaction: some 30 ms
+ADOPTED_AT_ONCE = 1000  # shards in one transaction, those in packs too: some 30 ms; a pack is never divided
+
+_File = tuple[int, ShardEntry, PackIndex | None]  # writer, file, its index where it is a pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,11 @@ class Found:
 
 
 class Finder:
-    """Looks checkpoints up."""
+    """Looks checkpoints up. `drop_open` ends an open part (CommitPath's); without it they stay."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, drop_open: Callable[[int, int], Awaitable[int]] | None = None) -> None:
         self._node = node
+        self._drop_open = drop_open
         self._learning = asyncio.Lock()
         self.left_out = ""
         # (tier, session): when to ask for its manifest again
@@ -124,16 +128,26 @@ class Finder:
             known = session is not None and knows_copies(txn, session, tier)
         if session is not None and known and session.publish.get(tier) is PublishState.COMPLETE:
             return session
+        if session is not None:
+            await self._drop_stale(session, tier)
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        files = list(manifest.files())
         opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
-        for begin in range(0, len(files), ADOPTED_AT_ONCE):  # whoever waits for an acknowledgement has a turn between
-            some = files[begin : begin + ADOPTED_AT_ONCE]
+        for some in _batches(manifest.files()):  # whoever waits for an acknowledgement has a turn between
             await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
         adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
         return adopted
+
+    async def _drop_stale(self, session: SessionRow, tier: str) -> None:
+        """Parts that are open here, of a session that is complete on the tier: their writers went on, and committed, through
+        another gateway. What they had put here is in the way of what counts: the same names, perhaps in other packs."""
+        with self._node.catalog.read() as txn:
+            stale = [part.writer for part in txn.parts(session.id) if part.state is PartState.OPEN]
+        for writer in stale if self._drop_open is not None else ():
+            with contextlib.suppress(AlreadyExists, NotFound):  # committed here after all, or gone
+                await uncut(self._drop_open(session.id, writer))
+                log.info("dropped an open part: its session is complete tier=%s writer=%s", tier, writer)
 
     async def learn_copies(self, session: SessionRow, tiers: Iterable[MonitoredTier]) -> None:
         """Ask these tiers too for a complete session: each has a manifest of its own. One that cannot be asked is skipped."""
@@ -309,10 +323,24 @@ def is_run(name: str) -> bool:
     return True
 
 
+def _batches(files: Iterable[_File]) -> list[list[_File]]:
+    """What is taken in at once."""
+    made: list[list[_File]] = []
+    count = 0
+    for file in files:
+        names = 1 if file[2] is None else len(file[2])
+        if not made or count + names > ADOPTED_AT_ONCE:
+            made.append([])
+            count = 0
+        made[-1].append(file)
+        count += names
+    return made
+
+
 def _adopt_some(
     session_id: int,
     tier: str,
-    files: Sequence[tuple[int, ShardEntry, PackIndex | None]],
+    files: Sequence[_File],
     new_id: Callable[[], int],
     txn: WriteTxn,
 ) -> None:

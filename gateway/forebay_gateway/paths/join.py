@@ -20,7 +20,7 @@ from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.small import PACK_BYTES_MAX, SmallShard, Written, new_pack
+from forebay_gateway.paths.small import PACK_BYTES_MAX, PACK_SHARDS_MAX, SmallShard, Written, new_pack
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.packs import PackIndex
 
@@ -116,11 +116,11 @@ def shards_in(index: PackIndex, data: memoryview) -> list[SmallShard]:
 def batches(rows: Sequence[ShardRow]) -> list[list[ShardRow]]:
     """What becomes one pack each, oldest first; one that would stay alone is left out."""
     made: list[list[ShardRow]] = []
-    size = PACK_BYTES_MAX
+    size = count = 0
     for row in rows:
-        if size + row.size > PACK_BYTES_MAX:
+        if not made or size + row.size > PACK_BYTES_MAX or count + row.packed > PACK_SHARDS_MAX:
             made.append([])
-            size = 0
+            size = count = 0
         made[-1].append(row)
-        size += row.size
+        size, count = size + row.size, count + row.packed
     return [batch for batch in made if len(batch) > 1]

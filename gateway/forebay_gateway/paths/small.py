@@ -34,6 +34,7 @@ SMALL_SHARDS_MAX = 5000  # in one request: they are looked up, claimed and writt
 SMALL_BYTES = 1 << 20  # a shard below this may be packed
 PACK_SHARDS_MIN = 64  # fewer, in a request and in its part so far, stay plain files: other software reads them on a tier
 PACK_BYTES_MAX = 32 << 20  # it is fetched, joined and proved as a whole
+PACK_SHARDS_MAX = 16 << 10  # its names enter the catalog in one transaction
 WRITES_AT_ONCE = 16
 
 
