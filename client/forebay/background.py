@@ -220,6 +220,15 @@ class PartPuts:
         if error is not None:
             raise error
 
+    def _check_wanted(self, names: Collection[str]) -> None:
+        """Raise where waiting for a buffer has become pointless."""
+        self._check_open()
+        self.check(names)
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise cancel.Cancelled(f"{self._label}: the part was aborted")
+
     def durable(self, names: Collection[str]) -> None:
         """These have landed: if they failed before, that is history."""
         with self._lock:
@@ -256,7 +265,7 @@ class PartPuts:
         if not size:
             return None, {name: SnapshotSource(memoryview(b"")) for name in sources}
         label = f"put {next(iter(sources))!r}"
-        region = self._background.pool.take(size, self._background.timeout_s, label, lambda: self.check(sources))
+        region = self._background.pool.take(size, self._background.timeout_s, label, lambda: self._check_wanted(sources))
         copier = self._background.copier
         in_memory = all(isinstance(source, BufferSource) for source in sources.values())  # a slow file must not hold uploads up
         try:
@@ -273,8 +282,7 @@ class PartPuts:
         job = _Job(self, region, copies, send)
         try:
             with self._lock:
-                if self._over:
-                    raise cancel.Cancelled(f"{self._label}: the part was aborted")
+                self._check_open()
                 future = self._background.upload(self, job.run)
                 self._under_way[future] = job
         except BaseException:
@@ -285,7 +293,8 @@ class PartPuts:
 
     def _ended(self, future: "Future[dict[str, Receipt]]") -> None:
         with self._lock:
-            self._under_way.pop(future).release()
+            job = self._under_way.pop(future)
+        job.release()  # not under the lock: who waits for a buffer holds the pool's, and asks for this one
 
     def carry_out(self, job: "_Job") -> dict[str, Receipt]:
         """On a thread of the background: send a job's shards."""

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ class CheckpointWriter:
         self._state = _State.OPEN
         self._receipts: dict[str, Receipt] = {}
         self._metadata_json = ""
+        self._pid = os.getpid()
 
     @property
     def run(self) -> str:
@@ -213,10 +215,12 @@ class CheckpointWriter:
         return int(response.shards_dropped)
 
     def __enter__(self) -> "CheckpointWriter":
+        self._pid = os.getpid()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.give_up()
+        if self._pid == os.getpid():  # a child that was forked inside the block leaves its parent's part alone
+            self.give_up()
 
     def give_up(self) -> None:
         """abort(), whose failure is no more than logged."""
@@ -256,6 +260,7 @@ class CheckpointWriter:
                 if attempt.began and not source.replayable:
                     raise
                 attempts.pause(error)
+                self._check_open("put")  # what another thread has aborted meanwhile would be opened again
                 if on_bytes is not None and attempt.size:
                     on_bytes(-attempt.size)  # what has to be sent again
 

@@ -199,6 +199,21 @@ def test_a_child_process_has_a_channel_of_its_own(gateway, client_class, method:
         assert client.open("r", 1).read("b") == b"the parent goes on"
 
 
+def test_a_child_that_leaves_the_block_of_its_parent_aborts_nothing(memory: MemoryGateway) -> None:
+    with Client(memory.address) as client, client.checkpoint("r", 1) as ckpt:
+        ckpt.put("a", BIG)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ckpt.__exit__(SystemExit, SystemExit(), None)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert "AbortPart" not in memory.calls
+        ckpt.commit()
+        assert client.open("r", 1).read("a") == BIG
+
+
 def test_a_child_that_exits_normally_does_not_disturb_its_parent(memory: MemoryGateway) -> None:
     with Client(memory.address) as client:
         assert client.runs() == []

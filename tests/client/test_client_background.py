@@ -275,6 +275,52 @@ def test_abort_ends_what_is_under_way(memory: MemoryGateway, memory_client: Clie
     assert memory_client._background.pool.free_bytes == memory_client._background.pool.size
 
 
+def test_an_abort_while_another_put_waits_for_a_buffer(memory: MemoryGateway) -> None:
+    """Who waits for a buffer holds the pool's lock and asks for the part's, so nobody may do the reverse."""
+    memory.fail("PutShard", forebay.CacheFull("full", retry_after_s=100), times=1000)
+    with Client(memory.address, background_bytes=(UPLOADS + 2) * MIB) as client:
+        ckpt = client.checkpoint("r", 1)
+        for number in range(UPLOADS + 2):
+            ckpt.put(f"a{number}", BIG[:MIB], background=True)
+        pool, part = client._background.pool, ckpt._background
+        _until(lambda: memory.calls.count("PutShard") >= UPLOADS)
+        abort = threading.Thread(target=ckpt.abort)
+        look = threading.Thread(target=part.check)
+        with pool._changed:  # as the one that waits, whenever he has been woken
+            abort.start()
+            _until(lambda: len(part._under_way) < UPLOADS + 2)
+            look.start()
+            look.join(10)
+            stuck = look.is_alive()
+        for thread in (abort, look):
+            thread.join(30)
+        assert not stuck
+        assert pool.free_bytes == pool.size
+
+
+def test_who_waits_for_a_buffer_hears_of_the_abort(memory: MemoryGateway) -> None:
+    with Client(memory.address, background_bytes=2 * MIB) as client, held_back(memory):
+        other, ckpt = client.checkpoint("r", 1), client.checkpoint("r", 2)
+        held = [other.put(name, BIG[:MIB], background=True) for name in "ab"]
+        errors: list[BaseException] = []
+
+        def put() -> None:
+            try:
+                ckpt.put("c", BIG[: 2 * MIB], background=True)
+            except forebay.ForebayError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=put)
+        waiting.start()
+        _until(lambda: bool(client._background.pool._queue))
+        ckpt.abort()
+        with client._background.pool._changed:
+            client._background.pool._changed.notify_all()
+        waiting.join(10)
+        assert not waiting.is_alive() and "aborted" in str(errors[0])
+        assert not any(each.done() for each in held)
+
+
 def test_an_interrupt_while_committing_aborts(memory: MemoryGateway, memory_client: Client) -> None:
     memory.fail("PutShard", forebay.CacheFull("full", retry_after_s=100), times=1000)
     with pytest.raises(KeyboardInterrupt), memory_client.checkpoint("r", 1) as ckpt:

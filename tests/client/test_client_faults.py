@@ -35,6 +35,28 @@ def test_a_put_is_repeated_from_the_start(memory: MemoryGateway, memory_client: 
     assert sum(counted) == len(BIG)
 
 
+def test_a_put_is_not_repeated_into_a_part_that_was_aborted(memory: MemoryGateway, memory_client: Client) -> None:
+    memory.fail("PutShard", AWAY, times=3)
+    ckpt = memory_client.checkpoint("r", 1, session="s")
+    errors: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            ckpt.put("big", BIG)
+        except forebay.ForebayError as error:
+            errors.append(error)
+
+    trainer = threading.Thread(target=put)
+    trainer.start()
+    deadline_s = time.monotonic() + 10
+    while "PutShard" not in memory.calls and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    ckpt.abort()
+    trainer.join(30)
+    assert "aborted" in str(errors[0])
+    assert memory_client.runs() == []
+
+
 def test_a_full_cache_is_told_after_the_time_given(memory: MemoryGateway) -> None:
     memory.fail("PutShard", FULL, times=1000)
     memory.fail("PutMany", FULL, times=1000)

@@ -324,7 +324,7 @@ def test_sealing_twice(lease: RawLease, raw: Raw, part: pb.PartRef, left: Leftov
     lease.seal(DATA)
     with pytest.raises(ForebayError) as caught:
         lease.seal(DATA)
-    assert_clear(caught.value, NotFound, "no such lease")
+    assert_clear(caught.value, Unavailable, "no such lease")
     abort(raw, part)
     left.none()
 
@@ -425,7 +425,7 @@ def test_who_never_seals_is_ended(lease: RawLease, part: pb.PartRef, left: Lefto
         lease.socket.settimeout(10)
         assert lease.is_over()
         left.none()
-    with pytest.raises(NotFound):
+    with pytest.raises(Unavailable):
         lease.seal(DATA)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import forebay
 from forebay.demo.gateways import GatewayProcess, posix_tier
-from forebay.errors import ForebayError, InvalidArgument, Unsupported
+from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
 from forebay.lanes.memory import aligned
 from forebay.sources import source_of
 from integration.conftest import MakeGateway
@@ -354,6 +354,66 @@ def test_an_error_of_the_data_leaves_nothing(gateway: GatewayProcess, tmp_path: 
         part.abort()
         left.none()
         left.close()
+
+
+def test_a_part_that_is_aborted_meanwhile_is_not_opened_again(gateway: GatewayProcess) -> None:
+    source = Slow(BIG)
+    errors: list[BaseException] = []
+    with forebay.Client(gateway.address) as client, forebay.Client(gateway.address) as other:
+        part = client.checkpoint("r", 1, session="s", lane="fd")
+
+        def put() -> None:
+            try:
+                part.put("x", source)
+            except ForebayError as error:
+                errors.append(error)
+
+        trainer = threading.Thread(target=put)
+        trainer.start()
+        assert source.reading.wait(30)
+        other.checkpoint("r", 1, session="s").abort()
+        source.go.set()
+        trainer.join(30)
+        assert [type(error) for error in errors] == [NotFound] and "aborted" in str(errors[0])
+        with pytest.raises(NotFound):
+            client.describe("r", 1)
+    assert cache_files(gateway) == []
+
+
+@pytest.mark.usefixtures("no_streams")
+def test_a_snapshot_that_is_damaged_while_it_waits_is_never_acknowledged(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, lane="fd") as part:
+        with client._background.copying():  # nothing is sent meanwhile
+            pending = part.put("x", BIG, background=True)
+            region = next(iter(part._background._under_way.values()))._region
+            assert region is not None
+            region.view[5] ^= 1
+        assert isinstance(pending.exception(30), Corrupt)
+        assert part.receipts == {} and cache_files(gateway) == []
+        part.put("x", BIG, background=True)  # its name is free
+        part.commit()
+        assert client.open("r", 1, lane="fd").read("x") == BIG
+
+
+def test_too_many_that_connect_at_once(gateway: GatewayProcess) -> None:
+    """The kernel's queue of those that wait to be taken is full: no reason to say that there is no fd lane."""
+    with contextlib.ExitStack() as stack:
+        fd_socket(gateway).unlink()
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(fd_socket(gateway)))
+        listener.listen(0)
+        with pytest.raises(BlockingIOError):
+            for _ in range(10):
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(fd_socket(gateway)))
+        client = stack.enter_context(forebay.Client(gateway.address, retry_timeout=0.3))
+        with client.checkpoint("r", 1, lane="fd") as part, pytest.raises(Unavailable, match="too many"):
+            part.put("x", BIG)
+        with client.checkpoint("r", 2) as part:
+            part.put("x", BIG)
+            part.commit()
+        assert client.open("r", 2, lane="fd").read("x") == BIG
 
 
 async def test_a_cancelled_put_lets_go_of_the_data_and_leaves_nothing(gateway: GatewayProcess) -> None:

@@ -122,6 +122,20 @@ def test_a_client_with_bytes_to_send_again_survives_the_restart(make: MakeGatewa
         assert client.open("run", 1).read("data.bin") == data
 
 
+def test_a_gateway_that_has_no_turn_for_a_moment_is_not_away(make: MakeGateway) -> None:
+    """One attempt to connect outlasts what a node that is busy training may do to it."""
+    gateway = make().start()
+    process = psutil.Process(gateway.pid)
+    with forebay.Client(gateway.address, retry_timeout=0) as client:
+        process.suspend()
+        turn = threading.Timer(0.5, process.resume)
+        turn.start()
+        try:
+            assert client.runs() == []
+        finally:
+            turn.join()
+
+
 def test_movers_end_when_the_gateway_is_killed(make: MakeGateway, root: Path) -> None:
     gateway, _ = busy(make, root, "1s")
     processes = family(gateway)

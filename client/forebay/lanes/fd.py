@@ -138,6 +138,9 @@ def _connect(connection: Connection, doing: str) -> socket.socket:
         try:
             made.settimeout(ANSWER_S_MAX)
             made.connect(path)
+        except BlockingIOError as error:
+            made.close()
+            raise NoPlace(f"{doing}: too many connect to the fd lane at once", retry_after_s=0.1) from error
         except OSError as error:
             made.close()
             # A gateway that is away has neither socket; one that has just come has both.

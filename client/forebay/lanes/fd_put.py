@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forebay.connection import Connection
-from forebay.errors import CacheFull, ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay.errors import CacheFull, Corrupt, ForebayError, InvalidArgument, Unavailable
 from forebay.lanes.fd import FULL_ERRNOS, PIECE_BYTES, Lease
 from forebay.lanes.memory import BLOCK, align
 from forebay.lanes.parallel import Bounce, Workers
@@ -73,11 +73,10 @@ class FdPut:
             self.began = True
             sums = self._write(lease, opened, doing)
             crc = sums.total()
+            if (known := self._source.known_crc32c(0, size)) not in (None, crc):
+                raise Corrupt(f"{doing}: its bytes were damaged while they waited crc32c={crc:08x} expected={known:08x}")
             seal = pb.SealShardRequest(lease=opened.lease, size=size, crc32c=crc, chunk_crcs=sums.packed())
-            try:
-                sealed: pb.SealShardResponse = lease.call(lambda stubs: stubs.gateway.SealShard, seal)
-            except NotFound as error:  # a gateway that has begun anew, or thinks this client has gone
-                raise Unavailable(error.message, retry_after_s=RETRY_AFTER_S) from error
+            sealed: pb.SealShardResponse = lease.call(lambda stubs: stubs.gateway.SealShard, seal)
         check_receipt(sealed.receipt, name, size, crc)
         return sealed.receipt
 

@@ -29,7 +29,7 @@ from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.reader import ShardReader
 from forebay_gateway.cache.writer import SealedFile, ShardWriter, footer_of
-from forebay_gateway.core.errors import Corrupt, InvalidArgument, NotFound, PermissionDenied, Unavailable, Unsupported
+from forebay_gateway.core.errors import Corrupt, InvalidArgument, PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import ShardItem
@@ -46,6 +46,7 @@ log = logging.getLogger("forebay.lease")
 
 IDLE_S_MAX = 10.0  # a connection that has opened no lease
 TOKEN_S_MAX = 10.0  # a token that was not traded
+LOST_RETRY_S = 1.0
 # A descriptor that its holder closes at the end of a system call may be counted a moment longer.
 GRACE_PAUSES_S = (0.001, 0.005, 0.02, 0.05, 0.1)
 
@@ -174,7 +175,10 @@ class Leases:
         """Durable, or an error and nothing left; in both cases the lease is over."""
         lease = self._open.get(lease_id)
         if lease is None:
-            raise NotFound("there is no such lease: it was sealed, given up, or is of a gateway that has ended")
+            # Not NotFound, which is the word for a part that was aborted: opened again, the shard may well be taken.
+            raise Unavailable(
+                "there is no such lease: it was sealed, given up, or is of a gateway that has ended", retry_after_s=LOST_RETRY_S
+            )
         return await lease.seal(size, crc, chunks)
 
     def forget(self, lease: "WriteLease") -> None:
