@@ -117,7 +117,8 @@ def source_of(data: Any, label: str) -> Source:
     if isinstance(data, Iterable):
         return IterableSource(data, label)
     raise InvalidArgument(
-        f"{label}: cannot put a {type(data).__name__}; give bytes, an array or CPU tensor, a path, a binary file, or an "
+        f"{label}: cannot put a value of type {type(data).__name__}; give bytes, an array or CPU tensor, a path, a "
+        f"binary file, or an "
         "iterable of buffers"
     )
 

@@ -136,4 +136,5 @@ class _Wait:
             if last.missing:
                 parts.append("missing: " + "; ".join(map(str, last.missing[:5])))
             parts.append(f"bytes_done={last.bytes_done} bytes_total={last.bytes_total}")
-        return DeadlineExceeded(", ".join(parts) + f" timeout_s={self._timeout_s}", missing=last.missing if last else ())
+        limit = "" if self._timeout_s is None else f" timeout_s={self._timeout_s:.1f}"
+        return DeadlineExceeded(", ".join(parts) + limit, missing=last.missing if last else ())

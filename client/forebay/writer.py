@@ -169,7 +169,10 @@ class CheckpointWriter:
         if wait in ("", "cache"):
             return receipt
         remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
+        try:
+            wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"this part is committed in the cache; {error.message}", missing=error.missing) from error
         return dataclasses.replace(receipt, level=wait)
 
     def commit_json(self, metadata_json: str | None, deadline_s: float | None) -> CommitReceipt:

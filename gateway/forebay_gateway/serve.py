@@ -32,7 +32,8 @@ def read_config(path: str | None) -> tuple[Config, str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"cannot read the configuration {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise StartupError(f"cannot read the configuration {path}: {why}") from error
     return load_config(text, os.environ, path, uid=os.getuid(), hostname=socket.gethostname()), path
 
 

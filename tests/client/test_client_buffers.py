@@ -239,7 +239,7 @@ def test_an_error_on_one_thread_is_raised_after_all_have_let_go(monkeypatch: pyt
         ((piece for piece in [b"x"]), "size of a generator is not known"),
         (numpy.zeros((4, 4))[:, 1], "not C-contiguous"),
         (numpy.array([object()]), "Python objects"),
-        (5, "cannot put a int"),
+        (5, "a value of type int"),
         (io.StringIO("x"), "binary mode"),
     ],
 )

@@ -189,6 +189,42 @@ def _one(call, tmp_path: Path) -> str:
     return call("info", "r", "1", "nope", code=3)
 
 
+def test_ctrl_c_while_the_program_is_still_loading_ends_with_130_and_no_traceback() -> None:
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "forebay.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from forebay.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_save_that_waited_in_vain_says_that_the_cache_has_it(memory: MemoryGateway, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    with Client(memory.address) as client:
+        client.hold()
+    asked = ["save", str(tmp_path), "--run", "r", "--step", "1", "--wait", "pfs", "--timeout", "1"]
+    done = _process(["--address", memory.address, *asked])
+    assert done.returncode == 8 and "committed in the cache" in done.stderr
+    assert "timeout_s=1.0\n" in done.stderr or "timeout_s=0." in done.stderr
+    info = _process(["--address", memory.address, "info", "r", "1"]).stdout
+    assert "1 writer, 1 shard," in info
+
+
+def test_configuration_that_is_not_there(tmp_path: Path) -> None:
+    pytest.importorskip("forebay_gateway.core.config")
+    for command in (["config", "check", f"{tmp_path}/none.toml"], ["serve", "--config", f"{tmp_path}/none.toml"]):
+        done = _process(command)
+        assert done.returncode == 1 and done.stderr.endswith("none.toml: No such file or directory\n"), done.stderr
+
+
 def test_no_gateway_is_told_at_once(tmp_path: Path) -> None:
     began_s = time.monotonic()
     done = _process(["--address", f"unix://{tmp_path}/no.sock", "status"])

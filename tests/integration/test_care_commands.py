@@ -159,6 +159,7 @@ def test_what_cannot_be_done_is_said_in_one_line(auto: Cluster[Bucket], argument
 def test_offline_commands_refuse_a_running_gateway(auto: Cluster[Bucket], command: list[str]) -> None:
     result = auto.a.cli(*command, "--config", str(auto.a.config), check=False)
     assert_refused(result, 5, f"pid={auto.a.pid}", "stop the gateway")
+    assert ("leave --offline away" in result.stderr) == ("--offline" in command)
 
 
 def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway, job: Job, tmp_path: Path) -> None:

@@ -175,3 +175,12 @@ def test_reflection_is_enough_to_call_a_method(channel: grpc.Channel) -> None:
     answer = call(GetMessageClass(method.input_type)(), timeout=10)
     assert answer.node == "a"
     assert "PutShard" in {each.name for each in service.file.pool.FindServiceByName("forebay.v1.Gateway").methods}
+
+
+def test_a_gateway_of_its_own_takes_no_settings_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the demo's and the benchmark's are, on a machine whose own gateway is set up by variables."""
+    monkeypatch.setenv("FOREBAY_NODE_LISTEN", f"unix://{tmp_path}/other.sock")
+    monkeypatch.setenv("FOREBAY_CACHE_PATH", str(tmp_path / "other"))
+    with GatewayProcess(tmp_path, "own", [posix_tier(tmp_path / "pfs")]) as gateway:
+        assert gateway.status()["cache"]["path"] == str(gateway.cache)
+    assert not (tmp_path / "other").exists()

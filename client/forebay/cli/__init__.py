@@ -8,6 +8,10 @@ def main() -> None:
     """Run `forebay` with this process's arguments and exit."""
     # gRPC writes its own notes to standard error ("Got goaway"); an operator should see ours alone.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from forebay.cli.app import run
+    try:
+        from forebay.cli.app import run  # takes a while: Ctrl-C may come meanwhile
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

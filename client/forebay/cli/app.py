@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 _chosen: dict[str, str | None] = {"address": None}
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named below are stable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named above are stable.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, such as team-a/llama.", show_default=False)]
 StepNumber = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.", show_default=False)]
 

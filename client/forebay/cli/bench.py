@@ -33,8 +33,10 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Bytes of each checkpoint, such as 4GiB.")] = "1GiB",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians are shown.")] = 3,
-    small: Annotated[int, typer.Option("--small", min=1, help="Small shards whose acknowledgement is timed.")] = 200,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="How often; medians are shown.")] = 3,
+    small: Annotated[
+        int, typer.Option("--small", metavar="N", min=1, help="Small shards whose acknowledgement is timed.")
+    ] = 200,
     disk: Annotated[
         Path | None,
         typer.Option("--disk", metavar="DIR", help="Also write as much into this directory, without the gateway."),

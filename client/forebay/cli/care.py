@@ -73,7 +73,7 @@ _STATES = ("good", "bad", "absent", "pending", "unreachable")
 def _say_verified(run: str, step: int, reports: list[CopyReport], counts: dict[str, int]) -> None:
     read = sum(report.size for report in reports if report.state == "good")
     shown = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    say(f"{run}/{step}: {shown or 'no copies'}; {size_text(read)} read and good")
+    say(f"{run}/{step}: {'copies: ' + shown if shown else 'no copies'}; {size_text(read)} read and good")
 
 
 def scrub(
@@ -292,6 +292,9 @@ def rebuild(
     return exits.DONE
 
 
+_STOP_FIRST = {"fsck": "stop the gateway first, or leave --offline away", "rebuild": "stop the gateway first"}
+
+
 def _offline(verb: str, config: Path | None, *arguments: object) -> Any:
     """Run one of forebay_gateway.offline's acts; its errors become this package's."""
     try:
@@ -306,7 +309,7 @@ def _offline(verb: str, config: Path | None, *arguments: object) -> Any:
         if not kind:
             raise
         if "has this cache open" in sentence:
-            raise Unavailable(f"{verb}: {sentence}; stop the gateway first, or leave --offline away") from error
+            raise Unavailable(f"{verb}: {sentence}; {_STOP_FIRST[verb]}") from error
         raise (InvalidArgument if kind == "invalid_argument" else ForebayError)(f"{verb}: {sentence}") from error
 
 
@@ -329,7 +332,7 @@ def collect(
     if json:
         print_json(found)
     else:
-        _say_garbage(found, apply)
+        _say_garbage(found, apply, older_than)
     return exits.FAILED if any(item.outcome.startswith("failed") for item in found) else exits.DONE
 
 
@@ -344,13 +347,16 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _say_garbage(found: list[Garbage], applied: bool) -> None:
+def _say_garbage(found: list[Garbage], applied: bool, older_than: str) -> None:
     for item in found:
         age = f", {duration_text(item.age_s)} old" if item.age_s is not None else ""
         act = item.outcome or ("would delete" if item.deletable else "leave")
         say(f"{act}: {item.where} {item.path} ({item.what}{age})")
     deletable = sum(item.deletable for item in found)
+    left = f"{len(found) - deletable} left alone" + (
+        f" (younger than {older_than}, or not ours)" if deletable < len(found) else ""
+    )
     if applied:
-        say(f"{sum(item.outcome == 'deleted' for item in found)} of {deletable} deleted, {len(found) - deletable} left alone")
+        say(f"{sum(item.outcome == 'deleted' for item in found)} of {deletable} deleted, {left}")
     else:
-        say(f"{deletable} would be deleted, {len(found) - deletable} left alone" + ("; give --apply" if deletable else ""))
+        say(f"{deletable} would be deleted, {left}" + ("; give --apply" if deletable else ""))

@@ -75,6 +75,8 @@ def load(file: Path | None) -> Any:
         return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=socket.gethostname())
     except ConfigError as error:
         raise ForebayError(str(error)) from error
+    except OSError as error:
+        raise ForebayError(f"cannot read the configuration {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ForebayError(f"{file}: not UTF-8: {error}") from error
 

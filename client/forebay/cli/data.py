@@ -7,19 +7,21 @@ import typer
 
 from forebay.cli.app import Json, RunName, client
 from forebay.cli.exits import UsageError
-from forebay.cli.output import duration_text, print_json, say, size_text
+from forebay.cli.output import count_text, duration_text, print_json, say, size_text
 from forebay.export import export_dir
 from forebay.types import RestoreSummary, SaveSummary
 
 _Wait = Annotated[
     str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, peer, a tier's name, or all.")
 ]
-_Session = Annotated[str | None, typer.Option("--session", help="Shared by all writers of one launch.", show_default=False)]
+_Session = Annotated[
+    str | None, typer.Option("--session", metavar="TEXT", help="Shared by all writers of one launch.", show_default=False)
+]
 _StepAndDirectory = Annotated[
     list[str],
     typer.Argument(metavar="[STEP|latest] DIR", help="Which checkpoint, and the directory to fill.", show_default=False),
 ]
-_Streams = Annotated[int, typer.Option("--streams", min=1, max=64, help="Shards at a time.")]
+_Streams = Annotated[int, typer.Option("--streams", metavar="N", min=1, max=64, help="Shards at a time.")]
 _Durable = Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")]
 _Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="For commit and wait together.")]
 
@@ -37,8 +39,8 @@ def save(
     step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step.", show_default=False)],
     wait: _Wait = "cache",
     timeout: _Timeout = None,
-    writers: Annotated[int, typer.Option("--writers", min=1, help="How many writers make the checkpoint.")] = 1,
-    writer: Annotated[int, typer.Option("--writer", min=0, help="Which of them this is.")] = 0,
+    writers: Annotated[int, typer.Option("--writers", metavar="N", min=1, help="How many writers make the checkpoint.")] = 1,
+    writer: Annotated[int, typer.Option("--writer", metavar="N", min=0, help="Which of them this is.")] = 0,
     session: _Session = None,
     json: Json = False,
 ) -> int:
@@ -110,12 +112,15 @@ def _step_and_directory(command: str, arguments: list[str]) -> tuple[int | str, 
 
 def _say_saved(done: SaveSummary) -> None:
     complete = "checkpoint complete" if done.checkpoint_complete else "other writers are still missing"
-    say(f"saved {done.run}/{done.step}: {done.shards} shards, {size_text(done.size)}, durable at {done.level}, {complete}")
+    what = f"{count_text(done.shards, 'shard')}, {size_text(done.size)}"
+    say(f"saved {done.run}/{done.step}: {what}, durable at {done.level}, {complete}")
     say(f"session {done.session}, writer {done.writer}, {_pace(done.size, done.elapsed_s)}")
 
 
 def _say_restored(done: RestoreSummary, verb: str) -> None:
-    say(f"{verb} {done.run}/{done.step} to {done.path}: {done.shards} shards, {size_text(done.size)}, all checked")
+    say(
+        f"{verb} {done.run}/{done.step} to {done.path}: {count_text(done.shards, 'shard')}, {size_text(done.size)}, all checked"
+    )
     say(f"session {done.session}, {_pace(done.size, done.elapsed_s)}")
 
 

@@ -26,7 +26,7 @@ CODES = {
 
 HELP = (
     "Exit codes: 0 done; 1 failed; 2 usage; 3 not found; 4 corrupt or incomplete; 5 unavailable; 6 cache full; 7 denied; "
-    "8 timed out."
+    "8 timed out; 130 interrupted."
 )
 
 

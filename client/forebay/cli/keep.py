@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
-from forebay.cli.output import print_json, say, size_text
+from forebay.cli.output import count_text, print_json, say, size_text
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +51,8 @@ def remove(
     if json:
         print_json({"run": run, "step": step, "deleted": yes, "shards": gone.shards, "size": gone.size, "levels": gone.levels})
         return 0
-    what = f"{run}/{step}: {gone.shards} shards, {size_text(gone.size)}, at {', '.join(gone.levels) or 'no level'}"
+    what = (
+        f"{run}/{step}: {count_text(gone.shards, 'shard')}, {size_text(gone.size)}, at {', '.join(gone.levels) or 'no level'}"
+    )
     say(f"deleted {what}" if yes else f"would delete {what}; give --yes to do it")
     return 0

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
-from forebay.cli.output import print_json, say, size_text
+from forebay.cli.output import count_text, print_json, say, size_text
 from forebay.errors import DeadlineExceeded
 from forebay.types import Moved
 
@@ -41,7 +41,7 @@ def _tell(done: Moved, what: str, json: bool) -> int:
         print_json(done)
     else:
         left = f"; {done.left} stay as they are: {done.reason}" if done.left else ""
-        say(f"{what}, {done.shards} shards, {size_text(done.size)}{left}")
+        say(f"{what}, {count_text(done.shards, 'shard')}, {size_text(done.size)}{left}")
     return 0
 
 

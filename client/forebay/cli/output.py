@@ -94,6 +94,11 @@ def size_text(size: float) -> str:
     raise AssertionError("unreachable")
 
 
+def count_text(number: int, noun: str) -> str:
+    """A number of things for people: "1 shard", "2 shards"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration_text(duration_s: float | None) -> str:
     """Seconds for people: "2 h 5 min"; "unknown" where there is none."""
     if duration_s is None:

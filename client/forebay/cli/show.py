@@ -7,7 +7,7 @@ import typer
 
 from forebay.api import Client
 from forebay.cli.app import Json, RunName, StepNumber, client
-from forebay.cli.output import duration_text, print_json, say, say_state, size_text, table
+from forebay.cli.output import count_text, duration_text, print_json, say, say_state, size_text, table
 from forebay.errors import NotFound
 from forebay.progress import byte_counter
 from forebay.types import Checkpoint, Level, Pressure, Shard, Status, TierStatus, WaitProgress
@@ -103,7 +103,8 @@ def info(
 def _say_checkpoint(found: Checkpoint) -> None:
     say_state(f"{found.run}/{found.step}: ", found.state, f" ({found.reason})" if found.reason else "")
     pinned = ", pinned" if found.pinned else ""
-    say(f"session {found.session}, {found.writers} writers, {found.shard_count} shards, {size_text(found.size)}{pinned}")
+    counts = f"{count_text(found.writers, 'writer')}, {count_text(found.shard_count, 'shard')}"
+    say(f"session {found.session}, {counts}, {size_text(found.size)}{pinned}")
     for level in found.levels:
         say_state(f"  {level.level:<12} ", level.state, _level_rest(level))
     for missing in found.missing:
@@ -232,7 +233,7 @@ def pressure(json: Json = False) -> int:
     if json:
         print_json(found)
         return 0
-    say_state("pressure ", found.level, f", {100 * found.fill:.0f} % full" + (f", {found.reason}" if found.reason else ""))
+    say_state("pressure ", found.level, f", {found.reason or f'cache {found.fill:.0%} full'}")
     for tier in found.tiers:
         say(f"  {tier.tier}: {size_text(tier.pending_bytes)} waiting, out in {duration_text(tier.eta_s)}")
     return 0

@@ -21,6 +21,7 @@ import grpc
 from forebay_wire.v1 import gateway_pb2, gateway_pb2_grpc
 
 FOREBAY = Path(sys.executable).parent / "forebay"
+_SETTINGS = ("FOREBAY_NODE_", "FOREBAY_CACHE_", "FOREBAY_TIER_", "FOREBAY_FAILPOINTS")
 
 
 def posix_tier(path: Path, name: str = "pfs", **keys: object) -> str:
@@ -38,6 +39,11 @@ def s3_tier(endpoint: str, bucket: str, name: str = "object", prefix: str = "fb"
 def tier_text(**keys: object) -> str:
     """A [[tier]] table."""
     return "[[tier]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+
+
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Not those for another gateway on this machine: they would override the file, and have its cache or socket used here."""
+    return {name: value for name, value in environment.items() if not name.startswith(_SETTINGS)}
 
 
 class GatewayProcess:
@@ -71,8 +77,7 @@ class GatewayProcess:
 
     def start(self, *, failpoints: str = "", ready: bool = True) -> "GatewayProcess":
         """Start, and wait until it answers."""
-        environment = {**os.environ, **self.environment}
-        environment.pop("FOREBAY_FAILPOINTS", None)
+        environment = {**_without_settings(os.environ), **self.environment}
         if failpoints:
             environment["FOREBAY_FAILPOINTS"] = failpoints
         with self.log.open("ab") as log:
@@ -145,7 +150,7 @@ class GatewayProcess:
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, **self.environment, "FOREBAY_ADDRESS": self.address},
+            env={**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address},
         )
         if check and result.returncode:
             raise AssertionError(f"forebay {' '.join(arguments)} -> {result.returncode}: {result.stderr}")
