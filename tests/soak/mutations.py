@@ -33,7 +33,8 @@ class Mutation:
 
 GATEWAY = "gateway/forebay_gateway"
 WRITER, READER = f"{GATEWAY}/cache/writer.py", f"{GATEWAY}/cache/reader.py"
-INCOMING = f"{GATEWAY}/cache/incoming.py"
+INCOMING, LEASE = f"{GATEWAY}/cache/incoming.py", f"{GATEWAY}/paths/lease.py"
+FD_ABUSE = ("tests/integration/test_fd_abuse.py",)
 DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
 S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
 
@@ -136,6 +137,23 @@ MUTATIONS = (
         "if crc32c(frame.data) != frame.crc32c:",
         "if False:",
         ("tests/client",),
+    ),
+    Mutation(
+        "fd lane: the proof that nobody writes",
+        INCOMING,
+        "                return True\n            fcntl",
+        "                return False\n            fcntl",
+        FD_ABUSE,
+    ),
+    Mutation("fd lane: what was never written", INCOMING, "os.lseek(descriptor, 0, os.SEEK_HOLE) >= size", "True", FD_ABUSE),
+    Mutation("fd lane: chunk table at seal", LEASE, "if combined != crc:", "if False:", FD_ABUSE),
+    Mutation("fd lane: token compared", LEASE, "not compare_digest(lease.token, token)", "False", FD_ABUSE),
+    Mutation(
+        "fd lane: chunk CRC on restore",
+        "client/forebay/lanes/fd_read.py",
+        "if sums.chunk(index) != self._crcs[index]",
+        "if False",
+        ("tests/integration/test_fd_lane.py",),
     ),
 )
 

@@ -15,11 +15,12 @@ from typing import Protocol
 from forebay.connection import Connection
 from forebay.errors import CacheFull, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay.lanes.fd import FULL_ERRNOS, PIECE_BYTES, Lease
-from forebay.lanes.memory import BLOCK, address_of, align, copy
+from forebay.lanes.memory import BLOCK, align
 from forebay.lanes.parallel import Bounce, Workers
 from forebay.lanes.stream import OnBytes, check_chunk_size, check_receipt
 from forebay.lanes.sums import Sums
 from forebay.sources import BufferSource, PathSource, Piece, Source
+from forebay_wire.memory import address_of, copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
 # Enough that the disk always has a write to do while other threads compute checksums, or copy as well.

@@ -16,13 +16,14 @@ from forebay import cancel
 from forebay.connection import Connection
 from forebay.errors import ForebayError, Unavailable, Unsupported
 from forebay.lanes.fd import PIECE_BYTES, Lease
-from forebay.lanes.memory import BLOCK, address_of, align, aligned, copy, give_to_children
+from forebay.lanes.memory import BLOCK, align, aligned, give_to_children
 from forebay.lanes.parallel import Bounce, Workers
 from forebay.lanes.stream import OnBytes, check_chunk_size
 from forebay.lanes.sums import Sums
 from forebay.types import Shard
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import chunk_count, unpack_chunk_crcs
+from forebay_wire.memory import address_of, copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
 THREADS_ALIGNED = 3

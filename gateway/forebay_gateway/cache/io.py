@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from forebay_gateway.cache.footer import BLOCK, align
 from forebay_gateway.core.errors import DiskFull, ForebayError, Unavailable
+from forebay_wire.memory import copy
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,36 +29,10 @@ RETRY_AFTER_S = 5.0
 BUFFERS_MIN = 4
 
 
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer, as CPython's stable ABI fixes it since 3.11."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_get_buffer.restype = ctypes.c_int
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
-_release_buffer.restype = None
-
-
 class Buffer:
     """Page-aligned memory of a pool. Either filled and released by its holder, or lent out as a view that returns it."""
 
-    __slots__ = ("_address", "_array", "_memory", "_pool", "cost", "view")
+    __slots__ = ("_array", "_memory", "_pool", "cost", "view")
 
     def __init__(self, pool: "IoPool", size: int, cost: int) -> None:
         self._pool = pool
@@ -65,7 +40,6 @@ class Buffer:
         # A fork while O_DIRECT reads into private memory may leave the bytes in the child's copy of the page.
         self._memory.madvise(mmap.MADV_DONTFORK)
         self._array = ctypes.c_ubyte * size
-        self._address = ctypes.addressof(self._array.from_buffer(self._memory))
         self.view = memoryview(self._memory)
         self.cost = cost
 
@@ -73,12 +47,7 @@ class Buffer:
         """Copy `data` to the front, zero up to a whole block, return what was filled. Lets other threads run meanwhile."""
         length, padded = data.nbytes, align(data.nbytes)
         if length >= 1 << 16:
-            source = _PyBuffer()
-            _get_buffer(data, ctypes.byref(source), 0)  # a slice assignment would keep the interpreter lock for the copy
-            try:
-                ctypes.memmove(self._address, source.buf, length)
-            finally:
-                _release_buffer(ctypes.byref(source))
+            copy(self.view, data)  # a slice assignment would keep the interpreter lock for the copy
         else:
             self.view[:length] = data
         if padded != length:
