@@ -97,6 +97,7 @@ def test_every_size_from_every_memory_into_every_memory(make: MakeGateway, chunk
             target = in_pages(bytes(high - low), low % BLOCK)
             reader.readinto(name, target, low)
             assert target == data[name][low:high]
+    assert "checked copy" not in gateway.log.read_text()  # every file was sealed as it was written
 
 
 @pytest.mark.usefixtures("no_streams")

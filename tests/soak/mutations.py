@@ -36,6 +36,8 @@ GATEWAY = "gateway/forebay_gateway"
 WRITER, READER = f"{GATEWAY}/cache/writer.py", f"{GATEWAY}/cache/reader.py"
 LAYOUT, FOOTER = f"{GATEWAY}/cache/layout.py", f"{GATEWAY}/cache/footer.py"
 STORAGE, WRITE = f"{GATEWAY}/catalog/storage.py", f"{GATEWAY}/paths/write.py"
+INCOMING, LEASE = f"{GATEWAY}/cache/incoming.py", f"{GATEWAY}/paths/lease.py"
+FD_ABUSE = ("tests/integration/test_fd_abuse.py",)
 DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
 S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
 STREAM, DIRECTORIES = "client/forebay/lanes/stream.py", "client/forebay/directories.py"
@@ -49,7 +51,7 @@ CONTRACT, OF_S3, OF_POSIX = (
 RESTORES = ("tests/client/test_client_directories.py",)
 CHECKS = ("tests/paths/test_write_checks.py",)
 
-INCOMING, PACKS = f"{GATEWAY}/cache/incoming.py", "proto/forebay_wire/packs.py"
+PACKS = "proto/forebay_wire/packs.py"
 
 SYNCS = (
     Mutation("cache: fsync of the file", INCOMING, "os.fsync(descriptor)", "pass", OF_WRITER),
@@ -360,6 +362,23 @@ COMPARISONS = (
         "if crc != shard.crc32c:",
         "if False:",
         ("tests/client/test_client_whole.py",),
+    ),
+    Mutation(
+        "fd lane: the proof that nobody writes",
+        INCOMING,
+        "                return True\n            fcntl",
+        "                return False\n            fcntl",
+        FD_ABUSE,
+    ),
+    Mutation("fd lane: what was never written", INCOMING, "os.lseek(descriptor, 0, os.SEEK_HOLE) >= size", "True", FD_ABUSE),
+    Mutation("fd lane: chunk table at seal", LEASE, "if combined != crc:", "if False:", FD_ABUSE),
+    Mutation("fd lane: token compared", LEASE, "not compare_digest(lease.token, token)", "False", FD_ABUSE),
+    Mutation(
+        "fd lane: chunk CRC on restore",
+        "client/forebay/lanes/fd_read.py",
+        "if sums.chunk(index) != self._crcs[index]",
+        "if False",
+        ("tests/integration/test_fd_lane.py",),
     ),
 )
 

@@ -1,6 +1,6 @@
-"""Page-aligned memory for direct I/O.
+"""Memory for direct I/O: page-aligned buffers, and what a fork may do to them.
 
-Owns buffers of our own. Does not own files, nor where other memory lies (forebay_wire.memory).
+Owns allocation. Does not own addresses (forebay_wire/memory.py) or files.
 """
 
 import mmap

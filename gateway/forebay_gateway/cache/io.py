@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from forebay_gateway.cache.footer import BLOCK, align
 from forebay_gateway.core.errors import DiskFull, ForebayError, Unavailable
-from forebay_wire.memory import address_of
+from forebay_wire.memory import copy
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ BUFFERS_MIN = 4
 class Buffer:
     """Page-aligned memory of a pool. Either filled and released by its holder, or lent out as a view that returns it."""
 
-    __slots__ = ("_address", "_array", "_memory", "_pool", "cost", "view")
+    __slots__ = ("_array", "_memory", "_pool", "cost", "view")
 
     def __init__(self, pool: "IoPool", size: int, cost: int) -> None:
         self._pool = pool
@@ -40,7 +40,6 @@ class Buffer:
         # A fork while O_DIRECT reads into private memory may leave the bytes in the child's copy of the page.
         self._memory.madvise(mmap.MADV_DONTFORK)
         self._array = ctypes.c_ubyte * size
-        self._address = ctypes.addressof(self._array.from_buffer(self._memory))
         self.view = memoryview(self._memory)
         self.cost = cost
 
@@ -48,7 +47,7 @@ class Buffer:
         """Copy `data` to the front, zero up to a whole block, return what was filled. Lets other threads run meanwhile."""
         length, padded = data.nbytes, align(data.nbytes)
         if length >= 1 << 16:
-            ctypes.memmove(self._address, address_of(data), length)  # a slice assignment would keep the interpreter lock
+            copy(self.view, data)  # a slice assignment would keep the interpreter lock for the copy
         else:
             self.view[:length] = data
         if padded != length:
@@ -75,8 +74,8 @@ class IoPool:
 
     A chunk larger than `buffer_size` counts as several buffers, one that is half of it or less as what it is: a transfer that
     needs many small ones at once (a part of a pack, of a shard saved with smaller chunks) gets as many bytes as one of few
-    large ones. Writers may take every buffer; readers leave a quarter for them (`reserved`), so that slow restores never hold up a
-    save; read-ahead only happens while half of them are free.
+    large ones. Writers may take every buffer; readers leave a quarter for them (`reserved`), so that slow restores never hold
+    up a save; read-ahead only happens while half of them are free.
     """
 
     def __init__(self, threads: int = 4, buffer_size: int = 4 << 20, buffers: int = 16, wait_s_max: float = 60.0) -> None:
