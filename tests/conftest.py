@@ -7,6 +7,7 @@ arguments it allows all. The fixture of the same name allows more at run time an
 import gc
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ from hypothesis import HealthCheck, settings
 # A shared machine stalls now and then; an example that takes long is no defect.
 settings.register_profile("forebay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("forebay")
+
+# What a shell starts in the background begins with SIGINT ignored, and so does everything below it: tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WATCHED_LOGGERS = ("forebay", "forebay_gateway", "forebay_wire", "asyncio")
 _WATCHED_FOLDERS = ("integration", "crash")

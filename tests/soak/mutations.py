@@ -51,7 +51,7 @@ CONTRACT, OF_S3, OF_POSIX = (
 RESTORES = ("tests/client/test_client_directories.py",)
 CHECKS = ("tests/paths/test_write_checks.py",)
 
-PACKS = "proto/forebay_wire/packs.py"
+PACKS, FD_READ = "proto/forebay_wire/packs.py", "client/forebay/lanes/fd_read.py"
 
 SYNCS = (
     Mutation("cache: fsync of the file", INCOMING, "os.fsync(descriptor)", "pass", OF_WRITER),
@@ -228,7 +228,13 @@ COMPARISONS = (
         "if not sound:",
         ("tests/paths/test_tier_scrub.py",),
     ),
-    Mutation("write: a small shard on arrival", WRITE, "if crc32c(shard.data) != shard.crc32c:", "if False:", CHECKS),
+    Mutation(
+        "write: a small shard on arrival",
+        f"{GATEWAY}/paths/small.py",
+        "if crc32c(shard.data) != shard.crc32c:",
+        "if False:",
+        CHECKS,
+    ),
     Mutation(
         "write: a shard that comes again",
         WRITE,
@@ -290,6 +296,34 @@ COMPARISONS = (
         "if info.crc32c != item.crc32c:",
         "if False:",
         ("tests/paths/test_mover_proof.py",),
+    ),
+    Mutation(
+        "fd lane: a chunk as the client reads it",
+        FD_READ,
+        "if crc32c(chunk) != self._crcs[offset // self.chunk_size]:",
+        "if False:",
+        ("tests/integration/test_fd_lane.py",),
+    ),
+    Mutation(
+        "fd lane: the table of chunks against the shard",
+        FD_READ,
+        "if crc32c_of_chunks(crcs, answer.layout.chunk_size, shard.size) != shard.crc32c:",
+        "if False:",
+        ("tests/integration/test_fd_lane.py",),
+    ),
+    Mutation(
+        "background: the receipt against the snapshot",
+        "client/forebay/background.py",
+        "if receipts[name].crc32c != copy.crc32c:",
+        "if False:",
+        ("tests/client/test_client_background.py",),
+    ),
+    Mutation(
+        "export: CRC of a plain shard's chunks",
+        "client/forebay/export.py",
+        "if crc32c(data) != expected:",
+        "if False:",
+        ("tests/integration/test_packs.py",),
     ),
     Mutation(
         "packs: CRC of each shard as it is packed",
@@ -401,6 +435,7 @@ NEEDED = (
 )
 SOURCES = ("gateway/forebay_gateway", "proto/forebay_wire", "client/forebay")
 EXEMPT = {
+    "client/forebay/bench.py": "writes what it measures, and deletes it",
     "client/forebay/testing.py": "a gateway for users' tests",
     "client/forebay/_memory.py": "the same",
     "gateway/forebay_gateway/tiers/memory.py": "keeps nothing",
