@@ -6,9 +6,10 @@ Owns which session of a (run, step) a reader gets, and the adoption of manifests
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from forebay_gateway.base.recent import Recent
 from forebay_gateway.base.tasks import uncut
@@ -47,7 +48,7 @@ class Found:
 class Finder:
     """Looks checkpoints up. `drop_open` ends an open part (CommitPath's); without it they stay."""
 
-    def __init__(self, node: Node, drop_open: Callable[[int, int], Awaitable[int]] | None = None) -> None:
+    def __init__(self, node: Node, drop_open: Callable[[int, int], Coroutine[Any, Any, int]] | None = None) -> None:
         self._node = node
         self._drop_open = drop_open
         self._learning = asyncio.Lock()
@@ -142,9 +143,11 @@ class Finder:
     async def _drop_stale(self, session: SessionRow, tier: str) -> None:
         """Parts that are open here, of a session that is complete on the tier: their writers went on, and committed, through
         another gateway. What they had put here is in the way of what counts: the same names, perhaps in other packs."""
+        if self._drop_open is None:
+            return
         with self._node.catalog.read() as txn:
             stale = [part.writer for part in txn.parts(session.id) if part.state is PartState.OPEN]
-        for writer in stale if self._drop_open is not None else ():
+        for writer in stale:
             with contextlib.suppress(AlreadyExists, NotFound):  # committed here after all, or gone
                 await uncut(self._drop_open(session.id, writer))
                 log.info("dropped an open part: its session is complete tier=%s writer=%s", tier, writer)
