@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import forebay
 from forebay_gateway.base import failpoints
@@ -60,7 +61,14 @@ async def test_bytes_that_are_another_shard_s_are_never_handed_out(tmp_path: Pat
                     await reader.read(name, *span)
         assert await reader.read("s/002") == SHARDS["s/002"]
         found = [finding async for finding in _findings(client, deep=True)]
-        assert {finding.kind for finding in found if finding.severity == "error"} == {"file_unreadable", "part_file"}
+        assert {finding.kind for finding in found if finding.severity == "error"} == {"file_unreadable", "part_file", "index"}
+        with gateway.node.catalog.read() as txn:
+            (part,) = txn.parts(rows(gateway)[0].session_id)
+        path = gateway.node.cache.part_path(part.session_id, part.writer, part.commit_seq)
+        before = path.read_bytes()
+        for finding in await asyncio.to_thread(lambda: list(client._client.care.repair(apply=True))):
+            assert "repaired" not in finding.outcome
+        assert path.read_bytes() == before  # the only good index there is outside of the pack
         assert "not the pack's own" in next(finding.what for finding in found if finding.kind == "file_unreadable")
 
 
@@ -72,7 +80,7 @@ async def test_a_name_that_leads_nowhere_is_found(tmp_path: Path) -> None:
         assert [finding async for finding in _findings(client) if finding.severity == "error"] == []
         await gateway.node.catalog.write(lambda txn: txn._delete(txn._db.names, schema.name_key(row.session_id, "s/007")))
         (found,) = [finding async for finding in _findings(client) if finding.severity == "error"]
-        assert (found.kind, found.where) == ("pack_names", "catalog") and "s/007" in found.what and "rebuild" in found.remedy
+        assert (found.kind, found.where) == ("index", "catalog") and "s/007" in found.what and "rebuild" in found.remedy
 
 
 async def _findings(client: forebay.AsyncClient, deep: bool = False):  # type: ignore[no-untyped-def]
@@ -134,6 +142,8 @@ def test_packs_are_joined_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "PACK_BYTES_MAX", 100)
     row = ShardRow(1, 1, 0, "x", 40, 1 << 16, 0, ShardState.SEALED, 0)
     assert [len(batch) for batch in join.batches([row] * 5)] == [2, 2]
+    many = replace(row, size=1, packed=join.PACK_SHARDS_MAX // 3)
+    assert [len(batch) for batch in join.batches([many] * 8)] == [3, 3, 2]
 
 
 async def test_a_request_larger_than_a_pack_makes_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

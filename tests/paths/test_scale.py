@@ -21,6 +21,8 @@ from forebay_gateway.paths import find, handover, recover
 from forebay_gateway.paths.complete import Completion
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc import gateway_service
+from forebay_wire.manifest import ShardEntry
+from forebay_wire.packs import PackIndex
 from forebay_wire.v1 import gateway_pb2 as pb
 from paths.kit import client_of, serving, tier, until
 
@@ -195,6 +197,15 @@ async def test_a_listing_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [found.step for found in await client.checkpoints("run")] == list(range(7))
         with pytest.raises(forebay.NotFound):
             await client.checkpoints("other")
+
+
+def test_what_is_taken_in_at_once_is_counted_by_shards() -> None:
+    """A thousand packs may hold millions: whoever waits for an acknowledgement would wait for all of them."""
+    shard = ShardEntry("x", 0, 0, 1 << 16, b"")
+    index = PackIndex.laid_out((f"{number:03}", 0, 0) for number in range(400))
+    large = PackIndex.laid_out((f"{number:04}", 0, 0) for number in range(3000))
+    files = [(0, shard, None)] * 500 + [(0, shard, index)] * 3 + [(0, shard, large), (0, shard, None)]
+    assert [len(batch) for batch in find._batches(files)] == [501, 2, 1, 1]
 
 
 async def test_a_long_manifest_is_taken_in_by_several_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

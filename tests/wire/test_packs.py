@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay_wire import manifest as wire
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import Manifest, ManifestError, PackEntry, PartRecord, ShardEntry, pack_chunk_crcs
 from forebay_wire.names import InvalidName, check_shard_name
@@ -181,3 +182,29 @@ def test_a_version_that_does_not_fit_the_content_is_refused() -> None:
         body = json.loads(document.to_json()) | {"version": version}
         with pytest.raises(ManifestError, match="version"):
             PartRecord.from_json(sealed(body))
+
+
+def test_long_documents_with_packs_are_made_and_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call over all that lies in packs would hold up every other thread, the event loop's too."""
+    packs = [entry({f"{p}/sh\u00e4rd-{n}": b"x" for n in range(700)}, pack_name(3, f"{p:016x}")) for p in range(3)]
+    part = record(*packs)
+    longest: list[int] = []
+    dumps, decode = wire._dumps, wire._DECODER.raw_decode
+    monkeypatch.setattr(wire, "_dumps", lambda value: longest.append(len(dumps(value))) or dumps(value))
+    document = part.to_json()
+    assert len(document) > wire.LONG_DOCUMENT_BYTES > 2 * max(longest)
+    body = json.loads(document)
+    assert json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() == document
+
+    class Counting:
+        def raw_decode(self, text: str, at: int) -> tuple[Any, int]:
+            value, end = decode(text, at)
+            longest.append(end - at)
+            return value, end
+
+    monkeypatch.setattr(wire, "_DECODER", Counting())
+    assert wire._loads(document) == body
+    assert PartRecord.from_json(document) == part
+    assert 2 * max(longest) < wire.LONG_DOCUMENT_BYTES
+    with pytest.raises(ManifestError):
+        PartRecord.from_json(document[:-9] + b" " + document[-9:-1])

@@ -75,7 +75,7 @@ class IoPool:
     A chunk larger than `buffer_size` counts as several buffers, one that is half of it or less as what it is: a transfer that
     needs many small ones at once (a part of a pack, of a shard saved with smaller chunks) gets as many bytes as one of few
     large ones. Writers may take every buffer; readers leave a quarter for them (`reserved`), so that slow restores never hold
-    up a save; read-ahead only happens while half of them are free.
+    up a save; read-ahead only happens while half of the memory is free.
     """
 
     def __init__(self, threads: int = 4, buffer_size: int = 4 << 20, buffers: int = 16, wait_s_max: float = 60.0) -> None:

@@ -143,10 +143,10 @@ class Finder:
     async def _drop_stale(self, session: SessionRow, tier: str) -> None:
         """Parts that are open here, of a session that is complete on the tier: their writers went on, and committed, through
         another gateway. What they had put here is in the way of what counts: the same names, perhaps in other packs."""
-        with self._node.catalog.read() as txn:
-            stale = [part.writer for part in txn.parts(session.id) if part.state is PartState.OPEN]
         if (drop := self._drop_open) is None:
             return
+        with self._node.catalog.read() as txn:
+            stale = [part.writer for part in txn.parts(session.id) if part.state is PartState.OPEN]
         for writer in stale:
             with contextlib.suppress(AlreadyExists, NotFound):  # committed here after all, or gone
                 await uncut(drop(session.id, writer))

@@ -92,9 +92,6 @@ class Checker:
             for row in suspects:
                 if (finding := await self._file_finding(row.key)) is not None:
                     yield finding
-            for row in page:
-                if row.is_pack and (finding := self._names_of_pack(row.key)) is not None:
-                    yield finding
             healthy = [row for row in page if row.state in CACHED and not file_problem(row, files.get(row.key))]
             for row in healthy if deep else ():
                 if (finding := await self._deep(row)) is not None:
@@ -195,29 +192,6 @@ class Checker:
                 "file_unreadable", "cache", str(error), name=row.name, run=session.run, step=session.step, key=row.key
             )
         return None
-
-    def _names_of_pack(self, key: ShardKey) -> Finding | None:
-        """Whether every shard in the pack's index is found by its name, in it."""
-        with self._node.catalog.read() as txn:
-            row, session = txn.shard(key), txn.session(key.session_id)
-            if row is None or session is None:
-                return None
-            inside = list(txn.inside(row))
-            lost = [shard.name for shard in inside if txn.named(session.id, shard.name) != shard]
-            if not lost and (len(inside), sum(shard.size for shard in inside)) == (row.packed, row.packed_size):
-                return None
-        what = f"the catalog's names of this pack's shards do not lead to it: {', '.join(lost[:5]) or 'their number is wrong'}"
-        remedy = "`forebay rebuild --apply --force` makes the catalog anew"
-        return Finding(
-            "pack_names",
-            "catalog",
-            what,
-            run=session.run,
-            step=session.step,
-            session=session.session,
-            name=row.name,
-            remedy=remedy,
-        )
 
     async def _unknown_file(self, key: ShardKey, file: FoundFile) -> Finding | None:
         if self._serving:
