@@ -82,9 +82,10 @@ def save_fd(job: Job) -> Iterator[Row]:
             client = forebay.Client(gateway.address)
             gateway.cli("queue", "hold")
             for step in range(1, job.pairs + 1):
+                # A new file each time, as the gateway's is: some disks are much faster where they were written before.
                 theirs.append(fio(job.directory / "fio", job.size, "write"))
+                (job.directory / "fio").unlink()
                 ours.append(_save_once(client, server, step, source, "fd"))
-        (job.directory / "fio").unlink()
         yield _speed(f"durable save, fd lane, {what}", FIO, theirs, ours, job.size, ">= 0.90")
 
 
