@@ -17,6 +17,7 @@ from forebay_gateway.cache import io
 from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.cache.io import Buffer, IoPool, disk_error, disk_errors, read_blocks, settle, write_blocks
 from forebay_gateway.core.errors import CacheFull, Unavailable
+from forebay_wire.memory import address_of
 
 SIZE = 64 << 10
 
@@ -135,7 +136,7 @@ async def test_memory_is_reused_and_aligned(pool: IoPool) -> None:
     for _ in range(20):
         held = [await pool.acquire() for _ in range(8)]
         seen |= {id(buffer) for buffer in held}
-        assert all(buffer._address % BLOCK == 0 for buffer in held)
+        assert all(address_of(buffer.view) % BLOCK == 0 for buffer in held)
         for buffer in held:
             pool.release(buffer)
     assert len(seen) == 8
