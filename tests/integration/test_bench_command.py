@@ -26,7 +26,8 @@ def assert_nothing_left(gateway: GatewayProcess, root: Path) -> None:
         status = eventually(client.status, lambda status: status.cache.used_bytes == 0 and not status.tiers[0].pending_copies)
         assert status.checkpoints_incomplete == 0
     assert not files_below(gateway.cache / "data") and not files_below(gateway.cache / "incoming")
-    assert not [path for path in root.rglob("*") if "forebay-bench" in str(path)]
+    # A run keeps its name in the tier's list of runs: another node may be about to save under it.
+    assert not [path for path in root.rglob("*") if "forebay-bench" in str(path) and path.parent.name != "runs"]
 
 
 def test_figures_are_measured_and_nothing_stays(make: MakeGateway, root: Path, tmp_path: Path) -> None:
