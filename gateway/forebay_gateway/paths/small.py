@@ -71,7 +71,7 @@ class SmallPath:
 
     async def put(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group."""
-        names = Counter(self._writes._check_name(part, shard.name) for shard in shards)
+        names = Counter(self._writes.checked_name(part, shard.name) for shard in shards)
         if len(names) != len(shards):
             raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
         for shard in shards:
@@ -86,7 +86,7 @@ class SmallPath:
         return [Receipt(*shard.facts) for shard in shards]
 
     def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
-        existing = self._writes._existing(session_id, part, shard.name)
+        existing = self._writes.existing(session_id, part, shard.name)
         if existing is None:
             return False
         Existing(Receipt(existing.name, existing.size, existing.crc32c)).compare(len(shard.data), shard.crc32c)
@@ -97,7 +97,7 @@ class SmallPath:
         packs, plain = self._split(session_id, part, shards)
         with contextlib.ExitStack() as claims:
             for shard in shards:
-                claims.enter_context(self._writes._claim(session_id, part, shard.name))
+                claims.enter_context(self._writes.claim(session_id, part, shard.name))
             sizes = [disk_size(len(shard.data), chunk_size) for shard in plain]
             sizes += [disk_size(pack_size(shard.facts for shard in pack), PACK_CHUNK_SIZE) for pack in packs]
             reservation = await self._writes.reserve(sum(sizes))

@@ -135,11 +135,11 @@ class WritePath:
 
     async def admit(self, part: PartRef, name: str, size: int | None) -> "Admission | Existing":
         """Names checked, the name claimed, space reserved; whoever brings the bytes, on whatever lane, begins here."""
-        self._check_name(part, name)
+        self.checked_name(part, name)
         session_id = await self.open_part(part)
-        if (existing := self._existing(session_id, part, name)) is not None:
+        if (existing := self.existing(session_id, part, name)) is not None:
             return Existing(Receipt(existing.name, existing.size, existing.crc32c))
-        claim = self._claim(session_id, part, name)
+        claim = self.claim(session_id, part, name)
         try:
             chunk_size = self._node.config.cache.chunk_size
             reservation = await self.reserve(disk_size(self.growth_bytes if size is None else size, chunk_size))
@@ -148,7 +148,7 @@ class WritePath:
             raise
         return Admission(ShardKey(session_id, self._node.catalog.new_id()), reservation, claim)
 
-    def _claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
+    def claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
         """One stream a name at a time."""
         key = (session_id, name)
         if (holder := self._receiving.get(key)) is not None:
@@ -180,7 +180,7 @@ class WritePath:
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
-    def _check_name(self, part: PartRef, name: str) -> str:
+    def checked_name(self, part: PartRef, name: str) -> str:
         """The shard's name, or InvalidArgument; also for one that some tier could never take: it could be acknowledged, and
         would then stay in the cache for good."""
         part.check()
@@ -240,7 +240,8 @@ class WritePath:
         for key in [key for key in self._last_heard_s if key not in parts and key not in self._streaming]:
             del self._last_heard_s[key]
 
-    def _existing(self, session_id: int, part: PartRef, name: str) -> NamedShard | None:
+    def existing(self, session_id: int, part: PartRef, name: str) -> NamedShard | None:
+        """What this writer has put under the name; raises AlreadyExists where it is another writer's, or the part is closed."""
         with self._node.catalog.read() as txn:
             row = txn.named(session_id, name)
             state = txn.part(session_id, part.writer)
