@@ -103,7 +103,7 @@ async def test_many_streams_of_large_requests_at_once(gateway: GatewayProcess, r
     raw.call("AbortPart", pb.AbortPartRequest(part=part), pb.AbortPartResponse)
     left.none()
     report("large_requests", requests=16, rss_peak_growth=peak, rss_growth=rss(gateway) - before)
-    assert peak < 320 * MIB  # two are read at a time, and few are on their way to the disk
+    assert peak < 640 * MIB  # few are taken in at a time; what gRPC itself holds of the others counts too
 
 
 # -- giant and malformed -------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ async def test_readers_that_never_read_hold_up_nobody(large: GatewayProcess, sou
             large.cli("evict", "big", "1")
             return "evicted" in {shard["state"] for shard in info(large)}
 
-        await asyncio.to_thread(eventually, evicted, bool, 15.0)
+        await asyncio.to_thread(eventually, evicted, bool, 90.0)
         for call in stalled:
             call.cancel()
     with forebay.Client(large.address) as client:
