@@ -99,6 +99,7 @@ class Gateway:
         self._fd_socket: FdSocket | None = None
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
+        self._stopped: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, config: Config, source: str, clock: Clock | None = None) -> "Gateway":
@@ -252,6 +253,12 @@ class Gateway:
             raise
 
     async def stop(self, grace_s: float) -> None:
+        """Once, however often it is called: all callers return when the one stop has ended."""
+        if self._stopped is None:
+            self._stopped = asyncio.ensure_future(self._stop(grace_s))
+        await asyncio.shield(self._stopped)
+
+    async def _stop(self, grace_s: float) -> None:
         """In order: no new calls, streams and leases end, workers finish their step, movers and catalog end, the lock goes."""
         node = self.node
         for service in ("", *SERVICES):
