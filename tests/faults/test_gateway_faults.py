@@ -127,6 +127,21 @@ def test_a_drain_to_s3_survives(s3: S3Bench, call: str, kind: Kind) -> None:
 
 
 @pytest.mark.s3
+def test_neither_a_save_nor_a_restore_lists(s3: S3Bench) -> None:
+    """A LIST costs by what else lies there, and on some stores it lags behind."""
+    s3.proxy.proxy.forget()
+    each = job()
+    each.save(s3.gateway, 0)
+    each.wait(s3.gateway, "object")
+    with forebay.Client(s3.gateway.address) as client:
+        reader = client.open(each.run, each.step, source="object")
+        assert {name: reader.read(name) for name in reader.names()} == each.everything
+    calls = s3.proxy.proxy.calls
+    assert {"UploadPart", "PutObject", "GetObject"} <= set(calls)
+    assert not [call for call in calls if "List" in call]
+
+
+@pytest.mark.s3
 @pytest.mark.parametrize("code", ["403", "404-once", *(["refused", "503", "cut", "200-error", "400"] if SOAK else [])])
 def test_unreachable_is_not_absent_in_a_restore(s3: S3Bench, code: str, tmp_path: Path) -> None:
     with cell("s3 restore", code):
