@@ -1,5 +1,6 @@
 """What README and ARCHITECTURE show of the code is what the code says. Run as a program (`make docs`) it writes it there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_what_the_documents_show_is_current(name: str) -> None:
     assert text.count(begin) == 1, f"{path.name} needs {begin.strip()}"
     assert text.count(end) == 1, f"{path.name} needs {end}"
     assert text.split(begin)[1].split(end)[0] == source(), "make docs"
+
+
+def test_the_tests_that_a_table_names_are_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8")))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    known = {name for source in sources for name in re.findall(r"^ *(?:async )?def (test_\w+)\(", source, re.MULTILINE)}
+    assert named
+    assert named - known == set()
 
 
 def write() -> None:
