@@ -88,3 +88,17 @@ async def test_a_long_pause_does_not_overflow() -> None:
     await clock.advance(1e9)
     rate.add(1_000_000)
     assert rate.bytes_per_s == pytest.approx(100_000)
+
+
+async def test_for_how_long_nothing_went_by() -> None:
+    """Also right after a fast flow, whose rate takes minutes to fade to nothing."""
+    clock = FakeClock()
+    rate = Rate(clock)
+    await clock.advance(5)
+    assert rate.quiet_s == 5
+    rate.add(1 << 40)
+    await clock.advance(31)
+    assert rate.bytes_per_s > 0
+    assert rate.quiet_s == 31
+    rate.add(0)
+    assert rate.quiet_s == 0

@@ -90,9 +90,9 @@ class Away(MemoryTier):
         self._look()
         return await super().put(key, source, options)
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = PLAIN) -> ObjectInfo:
         self._look()
-        return await super().verify(key, source)
+        return await super().verify(key, source, options)
 
     async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
         self._look()

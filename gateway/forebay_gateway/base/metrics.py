@@ -59,11 +59,18 @@ class Rate:
         self._start_s: float | None = None
         self._last_s = 0.0
         self._per_s = 0.0
+        self._moved_s = clock.monotonic()
 
     def add(self, size: int) -> None:
-        """`size` bytes have just gone by."""
+        """`size` bytes have just gone by; 0 for work that moves none."""
         self._fade()
+        self._moved_s = self._last_s
         self._per_s += size / self._time_constant_s
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since anything went by; since the start where nothing has."""
+        return self._clock.monotonic() - self._moved_s
 
     @property
     def bytes_per_s(self) -> float:

@@ -171,7 +171,7 @@ class JobRunner:
             options = PutOptions(on_upload=record, on_progress=lambda size: self._tell(Progress(job.id, size)))
             info = await tier.put(item.key, source, options)
             if info.crc32c != item.crc32c:  # put did not prove the bytes by itself
-                info = await tier.verify(item.key, source)
+                info = await tier.verify(item.key, source, options)
             return info
         finally:
             await source.close()

@@ -291,6 +291,7 @@ class _Batch:
         failpoints.hit("drain.upload_recorded")
 
     async def item_done(self, index: int, report: ItemDone) -> None:
+        self._drain._tier.rate.add(0)
         await self._drain._done(self._keys[index], self._items[index], report.tag_on_tier)
         self._reported.add(index)
 

@@ -21,6 +21,7 @@ from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.tiers.monitor import TierState
 
 STALLED_AFTER_S = 30.0
+PIECE_BYTES = 64 << 20  # what a transfer may send before it tells: a part, or the chunks of a window
 DISK_FULL_SHOWN_S = 3.0  # a refusal that the disk's free bytes do not explain: a quota, or space that came and went
 SKEW_S_MAX = 300.0
 LOOK_AHEAD_MAX = 200  # each costs three look-ups, every second
@@ -146,7 +147,7 @@ class Health:
             totals = txn.totals().tiers
         for tier in self._node.tiers.values():
             waiting = totals[tier.name].copies if tier.name in totals else 0
-            queue = f"{waiting} copies wait" if waiting else "nothing waits"
+            queue = "nothing waits" if not waiting else "1 copy waits" if waiting == 1 else f"{waiting} copies wait"
             if tier.state in (TierState.AWAY, TierState.DENIED, TierState.FULL):
                 severity = "critical" if waiting and tier.required else "warning"
                 todo = {
@@ -157,7 +158,7 @@ class Health:
                 alarms.append(Alarm(severity, f"tier {tier.name} is {tier.state.value}, {queue}: {tier.reason}", todo))
             elif tier.held and waiting:
                 alarms.append(Alarm("warning", f"the drain to {tier.name} is held, {queue}", "forebay queue release"))
-            elif (self.oldest_pending_s(tier.name) or 0.0) > STALLED_AFTER_S and tier.rate.bytes_per_s == 0:
+            elif min(self.oldest_pending_s(tier.name) or 0.0, tier.rate.quiet_s) > self._patience_s(tier.name):
                 what = f"the drain to {tier.name} makes no progress, {queue}"
                 alarms.append(Alarm("critical", what, "see the gateway's log"))
             skew_s = tier.tier.capabilities.clock_skew_s if tier.tier.capabilities else None
@@ -166,6 +167,11 @@ class Health:
                     Alarm("warning", f"this node's clock and tier {tier.name} differ by {skew_s:.0f} s", "mend the clock (NTP)")
                 )
         return alarms
+
+    def _patience_s(self, tier: str) -> float:
+        """Without any byte moved; longer where the operator wants it slow."""
+        (config,) = (config for config in self._node.config.tiers if config.name == tier)
+        return STALLED_AFTER_S + (PIECE_BYTES / config.bandwidth if config.bandwidth else 0.0)
 
     def _cache_alarms(self) -> list[Alarm]:
         pressure = self._node.budget.pressure()

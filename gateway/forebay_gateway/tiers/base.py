@@ -97,7 +97,12 @@ class PutOptions:
     """`on_upload` is awaited with the UploadId before the first part is sent, where the tier has such a thing."""
 
     on_upload: UploadRecorder | None = None
-    on_progress: Callable[[int], None] | None = None  # bytes sent since the last call
+    on_progress: Callable[[int], None] | None = None  # bytes sent since the last call; 0 for a chunk that was read back
+
+    def read_back(self) -> None:
+        """A chunk of the tier's bytes was compared."""
+        if self.on_progress is not None:
+            self.on_progress(0)
 
 
 class Tier(ABC):
@@ -118,9 +123,9 @@ class Tier(ABC):
         """Whole object or nothing, durable when it returns; replaces what was there. Streams; memory is bounded."""
 
     @abstractmethod
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = PutOptions()) -> ObjectInfo:
         """Proof that the tier's bytes equal the source's checksums: the server's own full-object CRC32C, else a read-back of
-        every chunk. Raises Corrupt on a difference, NotFound, Unavailable."""
+        every chunk, told to `options`. Raises Corrupt on a difference, NotFound, Unavailable."""
 
     @abstractmethod
     async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:

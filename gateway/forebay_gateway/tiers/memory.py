@@ -81,7 +81,7 @@ class MemoryTier(Tier):
         found = self._object(key)
         return ObjectInfo(key, len(found.data), found.tag, crc32c(found.data))
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         info = self._info(key)
         check_size(self.name, key, source, info.size)
         view = memoryview(self._object(key).data)

@@ -77,9 +77,9 @@ class MeteredTier(TierWrapper):
             counters.bytes += info.size
             return info
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         with self.meter.measure("verify") as counters:
-            info = await self.inner.verify(key, source)
+            info = await self.inner.verify(key, source, options)
             counters.bytes += info.size
             return info
 

@@ -3,7 +3,7 @@
 Owns cutting a stream into chunks and comparing. Does not own where the bytes come from, nor whether a cache was in between.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from forebay_gateway.core.errors import Corrupt
 from forebay_gateway.tiers.base import Source
@@ -30,8 +30,11 @@ def check_size(tier: str, key: str, source: Source, size: int) -> None:
         raise Corrupt("the tier holds another size", tier=tier, key=key, expected=source.size, actual=size)
 
 
-async def check_stream(tier: str, key: str, source: Source, pieces: AsyncIterator[bytes]) -> None:
-    """Consume all pieces; raise Corrupt at the first chunk that differs, or where bytes are missing or too many."""
+async def check_stream(
+    tier: str, key: str, source: Source, pieces: AsyncIterator[bytes], checked: Callable[[], None] = lambda: None
+) -> None:
+    """Consume all pieces, `checked` after each chunk; raise Corrupt at the first that differs, or where bytes are missing or
+    too many."""
     index = running = filled = total = 0
     async for piece in pieces:
         view = memoryview(piece)
@@ -45,6 +48,7 @@ async def check_stream(tier: str, key: str, source: Source, pieces: AsyncIterato
             view = view[len(part) :]
             if filled == source.chunk_size:
                 check_chunk(tier, key, source, index, running)
+                checked()
                 index, running, filled = index + 1, 0, 0
     check_size(tier, key, source, total)
     if filled:

@@ -88,8 +88,8 @@ class RetryingTier(TierWrapper):
     async def put(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         return await self._run(lambda: self.inner.put(key, source, options))
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
-        return await self._run(lambda: self.inner.verify(key, source))
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
+        return await self._run(lambda: self.inner.verify(key, source, options))
 
     async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
         if not if_absent and if_match is None:

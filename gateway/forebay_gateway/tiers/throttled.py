@@ -79,9 +79,9 @@ class ThrottledTier(TierWrapper):
         paced = source if self._bytes is None else _PacedSource(source, self._bytes)
         return await self.inner.put(key, paced, options)
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         await self._admit()
-        return await self.inner.verify(key, source)
+        return await self.inner.verify(key, source, options)
 
     async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
         await self._admit(len(data))

@@ -38,8 +38,8 @@ class TierWrapper(Tier):
     async def put(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         return await self.inner.put(key, source, options)
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
-        return await self.inner.verify(key, source)
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
+        return await self.inner.verify(key, source, options)
 
     async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
         return await self.inner.put_small(key, data, if_absent=if_absent, if_match=if_match)

@@ -167,7 +167,7 @@ class PosixTier(Tier):
             await self._copy(file, key, source, options)
             await self._run("fsync", key, file.finish, source.size, timeout_s=self._data_timeout_s)
             await self._run("close", key, file.close)
-            await self._read_back(temp, key, source)
+            await self._read_back(temp, key, source, options)
             info = await self._run("rename", key, self._publish, temp, path, key)
             return replace(info, crc32c=source.crc32c)  # proved by the read-back above
         except BaseException:
@@ -206,7 +206,7 @@ class PosixTier(Tier):
         if options.on_progress is not None:
             options.on_progress(len(view))
 
-    async def _read_back(self, path: Path, key: str, source: Source) -> os.stat_result:
+    async def _read_back(self, path: Path, key: str, source: Source, options: PutOptions) -> os.stat_result:
         """Every chunk of `path` from the disk against the source's checksums."""
         file = OpenFile(path, os.O_RDONLY, self.direct)
         try:
@@ -217,16 +217,17 @@ class PosixTier(Tier):
             buffers = Buffers(source.chunk_size)
             async with Window(_WRITES) as window:
                 for index in range(len(source.chunk_crcs)):
-                    await window.add(self._check(file, key, source, index, buffers))
+                    await window.add(self._check(file, key, source, index, buffers, options))
             return stat
         finally:
             await self._close(file)
 
-    async def _check(self, file: OpenFile, key: str, source: Source, index: int, buffers: Buffers) -> None:
+    async def _check(self, file: OpenFile, key: str, source: Source, index: int, buffers: Buffers, options: PutOptions) -> None:
         offset = index * source.chunk_size
         length = min(source.chunk_size, source.size - offset)
         crc = await self._run("read", key, file.chunk_crc, offset, length, buffers, timeout_s=self._data_timeout_s)
         check_chunk(self.name, key, source, index, crc)
+        options.read_back()
 
     def _publish(self, temp: Path, path: Path, key: str) -> ObjectInfo:
         self._check_root()
@@ -236,8 +237,8 @@ class PosixTier(Tier):
         durable.sync_dir(path.parent)
         return _info(key, path.stat())
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
-        return _info(key, await self._read_back(self._path(key), key, source))
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
+        return _info(key, await self._read_back(self._path(key), key, source, options))
 
     async def read(self, key: str, offset: int, length: int) -> AsyncIterator[bytes]:
         file = OpenFile(self._path(key), os.O_RDONLY, direct=False)

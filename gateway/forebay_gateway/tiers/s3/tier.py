@@ -114,11 +114,11 @@ class S3Tier(Tier):
         check_echo(self.name, key, condition.get("ChecksumCRC32C"), answer)
         return answer
 
-    async def verify(self, key: str, source: Source) -> ObjectInfo:
+    async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         info = await self.head(key)
         check_size(self.name, key, source, info.size)
         if info.crc32c is None:
-            await check_stream(self.name, key, source, self.read(key, 0, source.size))
+            await check_stream(self.name, key, source, self.read(key, 0, source.size), options.read_back)
         elif info.crc32c != source.crc32c:
             raise Corrupt(
                 "the object store's checksum differs from the source's",
