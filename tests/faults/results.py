@@ -1,4 +1,4 @@
-"""Cells tried and cells held, for the table of figures. Written as faults.json into the folder that FOREBAY_RESULTS names."""
+"""Cells tried and cells held, for the table of figures. Written into the folder that FOREBAY_RESULTS names."""
 
 import json
 import os
@@ -21,19 +21,11 @@ def cell(suite: str, *name: object) -> Iterator[None]:
     cells[text] = True
 
 
-def summary() -> dict[str, object]:
-    """By suite: how many, and the names of those that did not hold."""
-    suites = {
-        suite: {"tried": len(cells), "held": sum(cells.values()), "broken": sorted(name for name in cells if not cells[name])}
-        for suite, cells in sorted(_cells.items())
-    }
-    total = [held for cells in _cells.values() for held in cells.values()]
-    return {"full": SOAK, "tried": len(total), "held": sum(total), "suites": suites}
-
-
 def write() -> None:
-    """Only where a folder is named, and something was tried."""
+    """A document for each suite, as several processes may run one each; only where a folder is named."""
     folder = os.environ.get("FOREBAY_RESULTS")
-    if folder and _cells:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "faults.json").write_text(json.dumps(summary(), indent=2) + "\n")
+    for suite, cells in sorted(_cells.items()) if folder else ():
+        Path(str(folder)).mkdir(parents=True, exist_ok=True)
+        broken = sorted(name for name, held in cells.items() if not held)
+        figures = {"full": SOAK, "tried": len(cells), "held": sum(cells.values()), "broken": broken}
+        (Path(str(folder)) / f"faults-{suite.replace(' ', '-')}.json").write_text(json.dumps(figures, indent=2) + "\n")

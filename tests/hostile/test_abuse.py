@@ -267,7 +267,6 @@ async def test_thousands_of_open_parts_sessions_and_runs(gateway: GatewayProcess
         loop_lag_p99_ms=round(1000 * status.loop_lag_p99_s, 1),
     )
     assert status.checkpoints_incomplete >= count
-    assert took_s < (3 if SOAK else 0.6)
     with forebay.Client(gateway.address) as client:
         assert client.open("saved", 1).read("shard-0.bin") == SAVED["shard-0.bin"]
     for number in range(count):

@@ -1,6 +1,6 @@
 """Removes one safeguard at a time and expects a named test to fail: an fsync, a checksum comparison, a condition on a put.
 
-usage: mutations.py [--list] [--json FILE] [NAME ...]     (make soak runs all)
+usage: mutations.py [--list] [--jobs N] [--json FILE] [NAME ...]     (make soak runs all, two at a time)
 
 Each mutation is made in a copy of the tree below the temporary directory; the tests run there against the copy. A mutation that
 its tests let through is a hole in the tests, and the exit code is 1.
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -462,9 +463,7 @@ def uncovered() -> list[str]:
 
 def try_one(mutation: Mutation, directory: Path) -> bool:
     """Whether the tests noticed."""
-    copy = directory / "tree"
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir()
+    copy = Path(tempfile.mkdtemp(dir=directory))
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -474,15 +473,16 @@ def try_one(mutation: Mutation, directory: Path) -> bool:
     path = copy / mutation.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutation.before) != 1:
-        raise SystemExit(f"{mutation.name}: {mutation.file} holds the text {text.count(mutation.before)} times, not once")
+        raise RuntimeError(f"{mutation.name}: {mutation.file} holds the text {text.count(mutation.before)} times, not once")
     path.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
     roots = os.pathsep.join(str(copy / name) for name in ("proto", "client", "gateway"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *mutation.tests]
     result = subprocess.run(
         command, cwd=copy, env={**os.environ, "PYTHONPATH": roots}, capture_output=True, text=True, timeout=1200
     )
+    shutil.rmtree(copy, ignore_errors=True)
     if result.returncode not in (0, 1):
-        raise SystemExit(f"{mutation.name}: the tests did not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+        raise RuntimeError(f"{mutation.name}: the tests did not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
     return result.returncode == 1
 
 
@@ -490,6 +490,7 @@ def main() -> int:
     """Try those asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
@@ -498,9 +499,8 @@ def main() -> int:
         print("\n".join(mutation.name for mutation in chosen))
         return 0
     survived = []
-    with tempfile.TemporaryDirectory(prefix="forebay-mutations-") as name:
-        for mutation in chosen:
-            noticed = try_one(mutation, Path(name))
+    with tempfile.TemporaryDirectory(prefix="forebay-mutations-") as name, ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutation, noticed in zip(chosen, pool.map(lambda each: try_one(each, Path(name)), chosen), strict=True):
             print(f"{'noticed' if noticed else 'NOT NOTICED':12} {mutation.name}", flush=True)
             if not noticed:
                 survived.append(mutation.name)
