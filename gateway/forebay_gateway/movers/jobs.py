@@ -107,6 +107,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class Saves(msgspec.Struct, frozen=True, tag=True):
+    """Whether the front receives shards now: a mover's drains step back for them, see turn.py."""
+
+    under_way: bool
+
+
 class UploadBegun(msgspec.Struct, frozen=True, tag=True):
     """The tier gave an upload an id; the mover waits for the Ack."""
 
@@ -147,7 +153,7 @@ class JobDone(msgspec.Struct, frozen=True, tag=True):
 
 
 Job = DrainJob | FetchJob | CheckJob
-ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel]  # noqa: UP007  msgspec reads it at run time
+ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel, Saves]  # noqa: UP007  msgspec reads it at run time
 ToFront = Union[UploadBegun, Progress, ItemDone, ItemFailed, JobDone]  # noqa: UP007
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,6 +28,7 @@ from forebay_gateway.movers.jobs import (
     Job,
     JobDone,
     Progress,
+    Saves,
     Setup,
     ToFront,
     UploadBegun,
@@ -80,6 +81,14 @@ class MoverProcess:
         self._last_start_s = float("-inf")
         self._pause_s = 0.0
         self._stopped = False
+        self._saves = Saves(False)
+
+    def saves(self, under_way: bool) -> None:
+        """Whether shards are being received; told to the process, and to each that takes its place."""
+        if under_way != self._saves.under_way:
+            self._saves = Saves(under_way)
+            if self._writer is not None and not self._writer.is_closing():
+                send(self._writer, self._saves)
 
     @property
     def load(self) -> int:
@@ -171,6 +180,7 @@ class MoverProcess:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         send(self._writer, self._setup)
+        send(self._writer, self._saves)
         self._listener = asyncio.create_task(self._listen(reader, self._process), name=f"mover {self.name}")
         return self._writer
 
@@ -228,6 +238,11 @@ class MoverPool:
     def processes(self) -> list[MoverProcess]:
         """For status."""
         return [process for lane in self._lanes.values() for process in lane]
+
+    def saves(self, under_way: bool) -> None:
+        """Whether shards are being received now, for which drains should step back."""
+        for process in self.processes():
+            process.saves(under_way)
 
     async def drain(self, tier: str, job: Job, reports: Reports) -> None:
         """Run a drain or check job in the tier's lane."""

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
@@ -35,6 +36,7 @@ from forebay_gateway.movers.jobs import (
     Job,
     JobDone,
     Progress,
+    Saves,
     Setup,
     ShardItem,
     ToFront,
@@ -42,7 +44,8 @@ from forebay_gateway.movers.jobs import (
     receive_in_mover,
     send,
 )
-from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Tier
+from forebay_gateway.movers.turn import Turn
+from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.readback import check_size
@@ -74,6 +77,8 @@ class Mover:
                         task.add_done_callback(partial(self._ended, message.id))
                     case Ack(id=job_id, index=index):
                         self._runner.acknowledged(job_id, index)
+                    case Saves(under_way=under_way):
+                        self._runner.turn.saves(under_way)
                     case Cancel(id=job_id):
                         if (running := self._jobs.get(job_id)) is not None:
                             running.cancel()
@@ -103,6 +108,7 @@ class JobRunner:
         self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
         self._tiers: dict[str, Tier] = {}
         self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self.turn = Turn(SystemClock())
 
     async def close(self) -> None:
         """Let go of tiers and threads; no job runs any more."""
@@ -169,7 +175,7 @@ class JobRunner:
         source = await self._open(item)
         try:
             options = PutOptions(on_upload=record, on_progress=lambda size: self._tell(Progress(job.id, size)))
-            info = await tier.put(item.key, source, options)
+            info = await tier.put(item.key, Yielding(source, self.turn), options)
             if info.crc32c != item.crc32c:  # put did not prove the bytes by itself
                 info = await tier.verify(item.key, source, options)
             return info
@@ -228,6 +234,23 @@ def buffer_bytes(setup: Setup) -> int:
     """
     parts = [config.concurrency * part_size(0, setup.chunk_size, config.part_size) for config in setup.tiers]
     return max(BUFFERS_BYTES_MIN, max(parts, default=0) * 4 // 3 + 4 * setup.chunk_size)
+
+
+class Yielding:
+    """A shard whose next chunk is read when it is the drain's turn."""
+
+    def __init__(self, source: Source, turn: Turn) -> None:
+        self._source = source
+        self._turn = turn
+        self.size = source.size
+        self.chunk_size = source.chunk_size
+        self.crc32c = source.crc32c
+        self.chunk_crcs = source.chunk_crcs
+
+    async def read_chunk(self, index: int) -> memoryview:
+        """As the source's."""
+        await self._turn.mine()
+        return await self._source.read_chunk(index)
 
 
 class Expected:

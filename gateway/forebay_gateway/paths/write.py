@@ -159,6 +159,7 @@ class WritePath:
         self._streaming[session_id, part.writer] += 1
         self.open_streams += 1
         self._idle.clear()
+        self._node.movers.saves(self._node.budget.pressure().level == "ok")
 
         def give_back() -> None:
             del self._receiving[key]
@@ -168,6 +169,7 @@ class WritePath:
             self.open_streams -= 1
             if not self.open_streams:
                 self._idle.set()
+                self._node.movers.saves(False)
 
         stack = contextlib.ExitStack()
         stack.callback(give_back)
