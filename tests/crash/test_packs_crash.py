@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crash.kit import RUN, Bench, content
+from crash.kit import RUN, Bench, content, until
 from forebay import AlreadyExists, Corrupt, ForebayError, Incomplete
 from forebay_gateway.cache.footer import find_footer
 from forebay_gateway.catalog import ReadTxn
@@ -214,6 +214,7 @@ def test_a_flipped_bit_without_another_copy_is_never_handed_out(bench: Bench) ->
         file.write(b"\0\0\0\0")
     bench.gateway.start()
     with bench.client(retry_s=0.0) as client:
+        until(lambda: all(tier.capabilities for tier in client.status().tiers), "tiers are proved")
         reader = client.open(RUN, 1)
         outcomes = set()
         for name in list(TINY)[1:]:
