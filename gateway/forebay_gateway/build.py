@@ -31,7 +31,7 @@ from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.care.mend import Mender
 from forebay_gateway.paths.care.quarantine import Quarantine
-from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, tell
+from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, rebuild_ended, tell
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.care.space import Space
@@ -111,6 +111,8 @@ class Gateway:
             gateway = cls(node, source, catalog_failed)
             try:
                 unchecked = await recover(node)
+                if node.rebuilt:
+                    await asyncio.to_thread(rebuild_ended, node.cache.path)
                 gateway._wire(unchecked)
                 await gateway._listen()
             except CatalogDamaged as error:  # what opening it did not show; the next round takes it for damaged
@@ -378,7 +380,7 @@ def _care(
         tier_scrubs={each.name: TierScrubber(node, reads, node.tiers[each.name], each) for each in node.config.tiers},
         check=checker,
         repair=Repairer(node, checker, mender),
-        quarantine=Quarantine(node),
+        quarantine=Quarantine(node, evictor),
         collect=collector,
         space=Space(node, finder, reads, evictor),
         drains=drains,

@@ -22,7 +22,15 @@ from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupEr
 from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
-from forebay_gateway.paths.care.rebuild import adopt_from_tiers, damage_note, set_aside
+from forebay_gateway.paths.care.rebuild import (
+    CUT_OFF,
+    adopt_from_tiers,
+    damage_note,
+    is_being_rebuilt,
+    last_aside,
+    rebuild_ended,
+    set_aside,
+)
 from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
@@ -31,6 +39,10 @@ from forebay_gateway.paths.recover import recover
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.serve import read_config
+
+
+class CutOff(Exception):
+    """Ctrl-C once a rebuild had begun to change something; what it left, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +66,16 @@ def fsck(config_path: str | None, deep: bool) -> list[dict[str, Any]]:
 
 
 def rebuild(config_path: str | None, apply: bool, force: bool) -> dict[str, Any]:
-    """What there is to rebuild from, and with `apply` the rebuild. Raises ForebayError."""
-    return asdict(asyncio.run(_rebuild(*_setup(config_path), apply, force)))
+    """What there is to rebuild from, and with `apply` the rebuild. Raises ForebayError; CutOff, KeyboardInterrupt."""
+    begun: list[str] = []
+    try:
+        return asdict(asyncio.run(_rebuild(*_setup(config_path), apply, force, begun)))
+    except KeyboardInterrupt:
+        if not begun:
+            raise
+        kept = f", the old one is kept as {begun[0]}" if begun[0] else ""
+        what = f"the new catalog is not finished{kept}; run it again, or start the gateway, which goes on with it"
+        raise CutOff(what) from None
 
 
 def _setup(config_path: str | None) -> tuple[Config, str]:
@@ -114,7 +134,7 @@ def _with_rebuild(config: Config, mode: str) -> Config:
     return replace(config, cache=replace(config.cache, rebuild=mode))
 
 
-async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Rebuild:
+async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun: list[str]) -> Rebuild:
     path = Path(config.cache.path)
     cache = CacheDir.open(path, config.node.id)
     try:
@@ -123,7 +143,11 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
             return found
         if not found.damage and not force:
             raise InvalidArgument("the catalog can be used, so there is nothing to rebuild; --force rebuilds it all the same")
-        aside = await asyncio.to_thread(set_aside, path)
+        if found.damage == CUT_OFF:
+            aside = await asyncio.to_thread(last_aside, path)
+        else:
+            aside = await asyncio.to_thread(set_aside, path, found.damage or "asked for")
+        begun.append(aside)
     finally:
         cache.release()
     async with _opened(_with_rebuild(config, "auto"), source) as node:
@@ -134,6 +158,7 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool) -> Reb
         with node.catalog.read() as txn:
             checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))
         away = tuple(tier.name for tier in node.unreachable_tiers())
+        await asyncio.to_thread(rebuild_ended, path)
     return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away, marks.sentence)
 
 
@@ -158,7 +183,7 @@ async def _damage(path: Path, config: Config) -> str:
         return str(error)
     finally:
         await catalog.close()
-    return ""
+    return CUT_OFF if await asyncio.to_thread(is_being_rebuilt, path) else ""
 
 
 def _count(files: list[FoundFile]) -> tuple[int, int]:

@@ -50,7 +50,8 @@ def a_session_and_its_end(root: Path) -> None:
 def a_catalog_set_aside(root: Path) -> None:
     (root / "catalog").mkdir()
     durable.sync_dir(root)
-    set_aside(root)
+    durable.replace_file(root / "catalog" / "data.mdb", b"x", "t")
+    set_aside(root, "why")
 
 
 ACTS: list[Callable[[Path], None]] = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from forebay_gateway.base.clock import FakeClock
-from forebay_gateway.base.tasks import Crew, Worker, uncut
+from forebay_gateway.base.tasks import Crew, Worker, uncut, uncut_left
 
 if TYPE_CHECKING:
     from conftest import ExpectedLogs
@@ -260,3 +260,26 @@ async def test_cancelling_the_owner_cancels_the_crew() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == [1]
+
+
+async def test_a_caller_that_stays_goes_only_with_the_end_of_the_act() -> None:
+    """What it holds, such as a lock, is held as long as the act is under way."""
+    gate, held = asyncio.Event(), True
+
+    async def caller() -> None:
+        nonlocal held
+        try:
+            await uncut(gate.wait(), stay=True)
+        finally:
+            held = False
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert held
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not held and not uncut_left()

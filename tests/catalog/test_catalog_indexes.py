@@ -154,6 +154,64 @@ async def test_a_row_that_changed_and_still_decodes_is_seen(tmp_path: Path, chan
         assert await problems(catalog)
 
 
+FIELDS = ("shard_count", "size", "packs", "packs_size", "packed", "packed_size")
+
+
+async def everything_committed(catalog: Catalog) -> Any:
+    """The part whose one shard is a pack, in a checkpoint that nobody deletes."""
+    await some_of_everything(catalog)
+    with catalog.read() as txn:
+        (session,) = [session for session in txn.sessions() if session.step == 2]
+    await commit(catalog, session)
+    assert await problems(catalog) == []
+    return session
+
+
+@pytest.mark.parametrize("field", FIELDS)
+async def test_a_part_that_counts_other_shards_is_seen(tmp_path: Path, field: str) -> None:
+    """Also where all sums were made from it, as a commit that counted wrongly would have."""
+    async with opened(tmp_path / "c") as catalog:
+        session = await everything_committed(catalog)
+
+        def change(txn: WriteTxn) -> None:
+            part = txn.part(session.id, 0)
+            assert part is not None
+            txn._put_part(replace(part, **{field: getattr(part, field) + 1}))
+
+        await catalog.write(change)
+        (problem,) = await problems(catalog)
+        assert problem.startswith("parts ") and "committed with" in problem
+
+
+async def test_an_open_part_counts_nothing_yet(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        session = await begin(catalog)
+        await catalog.write(lambda txn: txn._put_part(replace(txn._part(session.id, 0), shard_count=1)))
+        (problem,) = await problems(catalog)
+        assert "it is open" in problem
+
+
+@pytest.mark.parametrize("how", ["deleting", "superseded"])
+async def test_what_is_being_deleted_may_count_more_than_is_left(tmp_path: Path, how: str) -> None:
+    """Rows go a page at a time, and a check may come between two."""
+    async with opened(tmp_path / "c") as catalog:
+        session = await everything_committed(catalog)
+        with catalog.read() as txn:
+            (row,) = txn.shards(session.id)
+        await catalog.write(lambda txn: txn.drop_shard(row.key))
+        assert len(await problems(catalog)) == 1
+
+        def goes(txn: WriteTxn) -> None:
+            if how == "deleting":
+                txn.mark_deleting(session.run, session.step)
+            else:
+                for tier in ("pfs", "object"):
+                    txn.set_publish(session.id, tier, PublishState.SUPERSEDED)
+
+        await catalog.write(goes)
+        assert await problems(catalog) == []
+
+
 async def test_pages_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However short they are, nothing between two is left out."""
     async with opened(tmp_path / "c") as catalog:

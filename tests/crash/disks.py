@@ -241,20 +241,25 @@ class NoSync:
 
 
 class Faults:
-    """While the block runs, `calls` of the process fail with `error`: at the `when`-th call of each thread ("3", "3+").
+    """While the block runs, `calls` of the process, and of `others` such as its movers, fail with `error`: at the `when`-th
+    call of each thread ("3", "3+").
 
     Only calls on `paths` count, where there are any. `seen` afterwards holds what strace wrote: one line a call.
     """
 
-    def __init__(self, pid: int, calls: str, error: str, when: str, paths: Iterable[Path], directory: Path) -> None:
-        self._pid = pid
+    def __init__(
+        self, pid: int, calls: str, error: str, when: str, paths: Iterable[Path], directory: Path, *others: int
+    ) -> None:
         self._output = directory / "strace.out"
         arguments = [need("strace"), "-f", "-y", "-e", f"trace={calls}", "-o", str(self._output)]
         if error:
             arguments += ["-e", f"inject={calls}:error={error}:when={when}"]
         for path in paths:
             arguments += ["-P", str(path)]
-        self._command = [*arguments, "-p", str(pid)]
+        for each in (pid, *others):
+            arguments += ["-p", str(each)]
+        self._command = arguments
+        self._pids = (pid, *others)
         self.seen: list[str] = []
 
     def __enter__(self) -> "Faults":
@@ -270,7 +275,7 @@ class Faults:
             if "Operation not permitted" in text:
                 pytest.skip(f"needs the right to trace: {text.strip()}")
             raise AssertionError(text)
-        return f"Process {self._pid} attached" in text
+        return all(f"Process {pid} attached" in text for pid in self._pids)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._strace.send_signal(signal.SIGTERM)  # detaches

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from crash.disks import MIB, DiskBench, Faults, LoopDisk
@@ -67,6 +68,46 @@ def test_without_a_gateway(tmp_path: Path, stack: ExitStack) -> None:
     disk.remount("rw")
     assert content(bench.cache) == before
     bench.gateway.start()
+    with bench.client() as client:
+        bench.compare(client, 1)
+
+
+def test_repair_and_fsck_with_a_gateway_that_runs(tmp_path: Path, stack: ExitStack) -> None:
+    """fsck only reads, so it says what it would; a repair says why it could not, and does it once the disk takes writes."""
+    bench = DiskBench(tmp_path, tmp_path, cache_keys='repair = "ask"')
+    stack.callback(bench.gateway.close)
+    saved(bench)
+    gateway = bench.gateway
+    (part,) = (bench.cache / "data").glob("*/part-*.json")
+    part.write_bytes(part.read_bytes()[:-1])
+    files = {path.stat().st_size: path for path in (bench.cache / "data").glob("*/*.shard")}
+    damaged = files[max(files)]
+    data = bytearray(damaged.read_bytes())
+    data[MIB] ^= 1
+    damaged.write_bytes(data)
+    assert gateway.cli("verify", RUN, "1", check=False).returncode == 4
+    wrong = {"part_file", "quarantined"}
+    before = content(bench.cache / "data")
+    incoming = [bench.cache / "incoming" / f"{number:016x}.tmp" for number in range(100)]
+    temps = [part.with_name(f".forebay-tmp-{part.name}")]
+    movers = [process.pid for process in psutil.Process(gateway.pid).children()]
+    with Faults(gateway.pid, f"{REFUSED},openat,write", "EROFS", "1+", [*incoming, *temps], tmp_path, *movers) as faults:
+        dry = {verb: gateway.cli(*verb.split(), "--json", check=False) for verb in ("fsck", "repair")}
+        done = gateway.cli("repair", "--apply", "--json", check=False)
+    assert faults.injected
+    for result in dry.values():
+        found = [each for each in json.loads(result.stdout) if each["severity"] == "error"]
+        assert {each["kind"] for each in found} == wrong and not any(each["outcome"] for each in found)
+    assert (dry["fsck"].returncode, dry["repair"].returncode) == (4, 0)  # a repair would mend all of it
+    assert done.returncode == 4
+    outcomes = {each["kind"]: each["outcome"] for each in json.loads(done.stdout) if each["severity"] == "error"}
+    assert set(outcomes) == wrong
+    for outcome in outcomes.values():
+        assert_clear(outcome)
+    assert "EROFS" in outcomes["part_file"] or "Read-only" in outcomes["part_file"], outcomes
+    assert content(bench.cache / "data") == before
+    assert gateway.cli("repair", "--apply", check=False).returncode == 0
+    assert gateway.cli("fsck", "--deep", check=False).returncode == 0
     with bench.client() as client:
         bench.compare(client, 1)
 

@@ -17,12 +17,14 @@ def tier(path: Path, name: str = "pfs") -> str:
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path, *tiers: str, node: str = "a", node_keys: str = "") -> AsyncIterator[Gateway]:
+async def serving(
+    directory: Path, *tiers: str, node: str = "a", node_keys: str = "", cache_keys: str = ""
+) -> AsyncIterator[Gateway]:
     """Started, running, and ended in order; what its workers raise is raised here."""
     text = (
         f'[node]\nid = "{node}"\nlisten = ["unix://{directory}/{node}.sock"]\n{node_keys}\n'
         f'[cache]\npath = "{directory}/cache-{node}"\ncapacity = "256MiB"\nchunk_size = "64KiB"\ncatalog_reserve = "64MiB"\n'
-        + "".join(tiers)
+        f"{cache_keys}\n" + "".join(tiers)
     )
     gateway = await Gateway.start(load_config(text, {}, "test", uid=0, hostname="test"), "test")
     running = asyncio.create_task(gateway.run())

@@ -1,10 +1,13 @@
 """The parts of care that only compare: rows with files, ids, where a catalog goes aside, when a shard may go."""
 
+import inspect
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from forebay.cli.care import _seconds, collect
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.layout import FoundFile
 from forebay_gateway.core.errors import NotFound, Unavailable
@@ -12,11 +15,21 @@ from forebay_gateway.core.records import PublishState, SessionRow, ShardKey, Sha
 from forebay_gateway.core.states import ShardState
 from forebay_gateway.movers.jobs import ShardItem
 from forebay_gateway.paths.care.fsck import file_problem, part_file_problem
+from forebay_gateway.paths.care.gc import SPARED_S, Garbage, as_finding
 from forebay_gateway.paths.care.lock import Maintenance
 from forebay_gateway.paths.care.passes import ScrubState, decode_state
 from forebay_gateway.paths.care.proof import BYTES_A_JOB, ITEMS_A_JOB, batches
 from forebay_gateway.paths.care.quarantine import parse_id
-from forebay_gateway.paths.care.rebuild import LOST, config_option, damage_note, note_damage, set_aside
+from forebay_gateway.paths.care.rebuild import (
+    LOST,
+    config_option,
+    damage_note,
+    is_being_rebuilt,
+    last_aside,
+    note_damage,
+    rebuild_ended,
+    set_aside,
+)
 from forebay_gateway.paths.safety import is_published
 from forebay_wire.manifest import PartRecord
 
@@ -52,6 +65,25 @@ GOOD = disk_size(SIZE, CHUNK)
 def test_a_row_against_its_file(state: ShardState, found: FoundFile | None, kind: str | None) -> None:
     problem = file_problem(row(state), found)
     assert (problem and problem[0]) == kind
+
+
+@pytest.mark.parametrize(("state", "found"), [(ShardState.SEALED, file(GOOD)), (ShardState.EVICTED, None)])
+def test_what_a_row_counts_for_its_file(state: ShardState, found: FoundFile | None) -> None:
+    counted = msgspec.structs.replace(row(state), disk_size=row(state).disk_size + 4096)
+    problem = file_problem(counted, found)
+    assert problem is not None and problem[0] == "disk_size" and str(counted.disk_size) in problem[1]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "remedy"),
+    [(SPARED_S, "`forebay gc --apply` deletes it"), (3600.0, "in 23.0 h, when it is 24 h old"), (None, "")],
+)
+def test_what_fsck_says_of_leftovers_is_what_gc_does(age_s: float | None, remedy: str) -> None:
+    found = as_finding(Garbage("superseded", "pfs", "path", "a session", age_s, deletable=age_s is not None))
+    assert remedy in found.remedy and bool(remedy) == bool(found.remedy)
+    assert ("gc` leaves it" in found.what) == (age_s is None)
+    default = inspect.signature(collect).parameters["older_than"].default
+    assert _seconds(default) == SPARED_S
 
 
 def record(writer: int = 0) -> PartRecord:
@@ -112,12 +144,19 @@ def test_a_scrub_s_state_survives_and_rubbish_begins_anew() -> None:
 
 
 def test_where_a_catalog_goes_aside(tmp_path: Path) -> None:
-    assert (set_aside(tmp_path), damage_note(tmp_path)) == ("", "")  # a new, empty cache has lost nothing
+    assert (last_aside(tmp_path), damage_note(tmp_path)) == ("", "")  # a new, empty cache has lost nothing
     for number in (1, 2):
-        (tmp_path / "catalog").mkdir()
+        (tmp_path / "catalog").mkdir(exist_ok=True)
         (tmp_path / "catalog" / "data.mdb").write_text(str(number))
         assert damage_note(tmp_path) == ""
-        assert set_aside(tmp_path) == f"catalog.damaged-{number}"
+        assert set_aside(tmp_path, "why") == last_aside(tmp_path) == f"catalog.damaged-{number}"
+        assert is_being_rebuilt(tmp_path)
+    rebuild_ended(tmp_path)
+    assert not is_being_rebuilt(tmp_path)
+    (tmp_path / "catalog").rmdir()
+    assert set_aside(tmp_path, "why") == ""  # there was none; the note is left all the same
+    assert is_being_rebuilt(tmp_path)
+    shutil.rmtree(tmp_path / "catalog")
     assert (tmp_path / "catalog.damaged-2" / "data.mdb").read_text() == "2"
     (tmp_path / "data" / "0").mkdir(parents=True)
     (tmp_path / "data" / "0" / "1.shard").touch()

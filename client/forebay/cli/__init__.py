@@ -13,5 +13,6 @@ def main() -> None:
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
+        print("forebay: interrupted: nothing was begun", file=sys.stderr)
         code = 130
     sys.exit(code)

@@ -96,11 +96,13 @@ def run(arguments: Sequence[str]) -> int:
         try:
             result = app(args=list(arguments), prog_name="forebay", standalone_mode=False)
         except typer.Exit as ended:
-            return int(ended.exit_code)
+            result = int(ended.exit_code)
         except typer.Abort:
             raise KeyboardInterrupt from None
         except _ARGUMENT_ERROR as error:
             return _tell_usage(error)
+        if result == exits.INTERRUPTED:  # no command gives it: typer makes it of a KeyboardInterrupt, and says nothing
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else exits.DONE
 
     return exits.guarded(command)

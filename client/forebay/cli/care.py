@@ -11,7 +11,7 @@ import typer
 
 from forebay.cli import exits
 from forebay.cli.app import Json, RunName, StepNumber, client
-from forebay.cli.exits import UsageError
+from forebay.cli.exits import NOTHING_CHANGED, Interrupted, UsageError, on_interrupt
 from forebay.cli.output import duration_text, print_json, say, say_state, size_text, table
 from forebay.cli.serve import gateway_missing
 from forebay.errors import ForebayError, InvalidArgument, NotFound, Unavailable
@@ -54,7 +54,7 @@ def verify(
     copies (name, where, state, size, reason).
     """
     reports: list[CopyReport] = []
-    with client() as gateway:
+    with on_interrupt("copies seen to be bad so far are in quarantine, the rest was not read"), client() as gateway:
         for report in gateway.care.verify(run, step, source):
             reports.append(report)
             if not json and report.state not in ("good", "absent"):
@@ -136,8 +136,9 @@ def fsck(
     if config is not None and not offline:
         raise UsageError("fsck: --config goes with --offline")
     if offline:
-        return _tell_findings((Finding(**found) for found in _offline("fsck", config, deep)), json)
-    with client() as gateway:
+        with on_interrupt(NOTHING_CHANGED):
+            return _tell_findings((Finding(**found) for found in _offline("fsck", config, deep)), json)
+    with on_interrupt(NOTHING_CHANGED), client() as gateway:
         return _tell_findings(gateway.care.fsck(deep=deep), json)
 
 
@@ -146,9 +147,21 @@ def repair(apply: _Apply = False, deep: _Deep = False, json: Json = False) -> in
 
     Exit 4 when something is wrong that is not, or would not be, repaired. JSON: as fsck.
     """
-    with client() as gateway:
-        findings = gateway.care.repair(apply=apply, deep=deep)
+    told: list[Finding] = []
+
+    def left() -> str:
+        repaired = sum(finding.outcome == "repaired" for finding in told)
+        return f"{repaired} repaired so far, at most one more under way; run it again to go on" if apply else NOTHING_CHANGED
+
+    with on_interrupt(left), client() as gateway:
+        findings = _noting(gateway.care.repair(apply=apply, deep=deep), told)
         return _tell_findings(findings, json, repairing=True, applied=apply)
+
+
+def _noting(findings: Iterable[Finding], told: list[Finding]) -> Iterator[Finding]:
+    for finding in findings:
+        told.append(finding)
+        yield finding
 
 
 def _tell_findings(findings: Iterable[Finding], json: bool, *, repairing: bool = False, applied: bool = False) -> int:
@@ -246,7 +259,7 @@ def quarantine_release(
     json: Json = False,
 ) -> int:
     """Drop a bad copy. Refused where no good one is known, unless --force is given. JSON keys: as in `quarantine ls`."""
-    with client() as gateway:
+    with on_interrupt("a release that has begun goes on to its end; run it again to see"), client() as gateway:
         entry = gateway.care.release(id, force=force)
     if json:
         print_json(entry)
@@ -272,7 +285,8 @@ def rebuild(
 
     JSON keys: damage, sealed_files, part_files, applied, aside, checkpoints, from_tiers, unreachable, marks_lost.
     """
-    done = _offline("rebuild", config, apply, force)
+    with on_interrupt(NOTHING_CHANGED):
+        done = _offline("rebuild", config, apply, force)
     if json:
         print_json(done)
         return exits.DONE
@@ -304,6 +318,8 @@ def _offline(verb: str, config: Path | None, *arguments: object) -> Any:
     act = {"fsck": offline.fsck, "rebuild": offline.rebuild}[verb]
     try:
         return act(None if config is None else str(config), *arguments)  # type: ignore[operator]
+    except offline.CutOff as error:
+        raise Interrupted(str(error)) from None
     except Exception as error:
         kind, sentence = getattr(error, "kind", ""), str(error)
         if not kind:
@@ -327,7 +343,8 @@ def collect(
     JSON: a list with kind, where, path, what, age_s, deletable, outcome.
     """
     age_s = _seconds(older_than)
-    with client() as gateway:
+    left = "what was deleted so far is gone, the rest is as it was; run it again to go on" if apply else NOTHING_CHANGED
+    with on_interrupt(left), client() as gateway:
         found = list(gateway.care.collect(apply=apply, older_than_s=age_s))
     if json:
         print_json(found)

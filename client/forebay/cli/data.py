@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.app import Json, RunName, client
-from forebay.cli.exits import UsageError
+from forebay.cli.exits import UsageError, on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, size_text
 from forebay.export import export_dir
 from forebay.types import RestoreSummary, SaveSummary
@@ -21,6 +21,7 @@ _StepAndDirectory = Annotated[
     list[str],
     typer.Argument(metavar="[STEP|latest] DIR", help="Which checkpoint, and the directory to fill.", show_default=False),
 ]
+_HALF = "{} does not hold the whole checkpoint; files half written are removed, and it can be restored again"
 _Streams = Annotated[int, typer.Option("--streams", metavar="N", min=1, max=64, help="Shards at a time.")]
 _Durable = Annotated[bool, typer.Option("--durable", help="Sync files and directories before returning.")]
 _Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="For commit and wait together.")]
@@ -48,7 +49,8 @@ def save(
 
     JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s.
     """
-    with client() as gateway:
+    left = f"unless it was committed already, nothing of it stays; `forebay info {run} {step}` tells"
+    with on_interrupt(left), client() as gateway:
         summary = gateway.save_dir(
             directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout
         )
@@ -69,7 +71,7 @@ def restore(
     Files appear under their names only once all are whole. JSON keys: run, step, session, shards, size, path, elapsed_s.
     """
     step, directory = _step_and_directory("restore", arguments)
-    with client() as gateway:
+    with on_interrupt(_HALF.format(directory)), client() as gateway:
         summary = gateway.restore_dir(run, step, directory, source=source, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "restored")
     return 0
@@ -93,9 +95,10 @@ def export(
     """
     step, directory = _step_and_directory("export", arguments)
     if root is not None:
-        summary = export_dir(root, run, step, directory, streams=streams, durable=durable)
+        with on_interrupt(_HALF.format(directory)):
+            summary = export_dir(root, run, step, directory, streams=streams, durable=durable)
     else:
-        with client() as gateway:
+        with on_interrupt(_HALF.format(directory)), client() as gateway:
             summary = gateway.restore_dir(run, step, directory, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "exported")
     return 0

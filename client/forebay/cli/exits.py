@@ -3,9 +3,10 @@
 Owns what a shell sees of a failure. Commands raise; only `guarded` catches.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from forebay.cli.output import printable
 from forebay.errors import ForebayError
@@ -34,6 +35,22 @@ class UsageError(Exception):
     """Arguments that do not go together."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C in the middle of a command that knows what this leaves behind."""
+
+
+NOTHING_CHANGED = "nothing was changed"
+
+
+@contextlib.contextmanager
+def on_interrupt(left: str | Callable[[], str]) -> Iterator[None]:
+    """Around a command, or what it does at length: what a Ctrl-C in there leaves, for its one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(left if isinstance(left, str) else left()) from None
+
+
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command and give its exit code; an error becomes one line, never a traceback."""
     try:
@@ -42,8 +59,10 @@ def guarded(command: Callable[[], int | None]) -> int:
         return _tell(error.message, CODES.get(error.kind, FAILED))
     except UsageError as error:
         return _tell(str(error), USAGE)
+    except Interrupted as error:
+        return _tell(f"interrupted: {error}", INTERRUPTED)
     except KeyboardInterrupt:
-        return _tell("interrupted", INTERRUPTED)
+        return _tell("interrupted: what it had already asked for may have been done", INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone; nothing more can be said, also not at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.exits import NOTHING_CHANGED, on_interrupt
 from forebay.cli.output import count_text, print_json, say, size_text
 
 
@@ -46,7 +47,8 @@ def remove(
 
     JSON keys: run, step, deleted, shards, size, levels.
     """
-    with client() as gateway:
+    left = "a deletion that has begun goes on by itself; run it again to see" if yes else NOTHING_CHANGED
+    with on_interrupt(left), client() as gateway:
         gone = gateway.delete(run, step, force=force, dry_run=not yes)
     if json:
         print_json({"run": run, "step": step, "deleted": yes, "shards": gone.shards, "size": gone.size, "levels": gone.levels})

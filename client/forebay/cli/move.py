@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.exits import on_interrupt
 from forebay.cli.output import count_text, print_json, say, size_text
 from forebay.errors import DeadlineExceeded
 from forebay.types import Moved
@@ -24,14 +25,17 @@ def evict(run: RunName, step: StepNumber, json: Json = False) -> int:
 
     JSON keys: shards, size, left, reason.
     """
-    with client() as gateway:
+    with (
+        on_interrupt("what was evicted so far is on every required tier, the rest stays; run it again to go on"),
+        client() as gateway,
+    ):
         done = gateway.care.evict(run, step)
     return _tell(done, f"evicted from the cache: {run}/{step}", json)
 
 
 def warmup(run: RunName, step: StepNumber, json: Json = False) -> int:
     """Fetch a checkpoint from the tiers into this node's cache. JSON keys: shards, size, left, reason."""
-    with client() as gateway:
+    with on_interrupt("what was fetched so far stays in the cache; run it again to go on"), client() as gateway:
         done = gateway.care.warm_up(run, step)
     return _tell(done, f"fetched into the cache: {run}/{step}", json)
 
@@ -52,7 +56,7 @@ def drain(
 ) -> int:
     """Try every waiting copy now, without the pause after its last failure. JSON keys: waiting, tiers (tier, state, copies)."""
     deadline_s = None if timeout is None else time.monotonic() + timeout
-    with client() as gateway:
+    with on_interrupt("only the waiting ended, the queues are drained by themselves"), client() as gateway:
         gateway.care.drain()
         while True:
             tiers = gateway.status().tiers

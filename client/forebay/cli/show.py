@@ -7,6 +7,7 @@ import typer
 
 from forebay.api import Client
 from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.exits import on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, say_state, size_text, table
 from forebay.errors import NotFound
 from forebay.progress import byte_counter
@@ -210,7 +211,8 @@ def wait(
 
     JSON keys: reached, bytes_done, bytes_total, missing, reason.
     """
-    with client() as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
+    left = f"only the waiting ended, {run}/{step} goes on to {level} by itself"
+    with on_interrupt(left), client() as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
         done_bytes = 0
 
         def progress(seen: WaitProgress) -> None:

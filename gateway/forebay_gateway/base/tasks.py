@@ -35,16 +35,20 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def uncut(act: Coroutine[Any, Any, T]) -> T:
-    """The result of `act`, which goes on to its end also where the caller is cancelled; what it raises then is logged."""
+async def uncut(act: Coroutine[Any, Any, T], *, stay: bool = False) -> T:
+    """The result of `act`, which goes on to its end also where the caller is cancelled; what it raises then is logged.
+
+    With `stay` a cancelled caller is let go only then, so that what it holds (a lock) is held as long.
+    """
     task = asyncio.ensure_future(act)
     _uncut.add(task)
     task.add_done_callback(_uncut.discard)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not task.done():
-            task.add_done_callback(_unheard)
+        task.add_done_callback(_unheard)
+        if stay:
+            await asyncio.wait([task])
         raise
 
 

@@ -174,7 +174,12 @@ def _part(txn: ReadTxn, key: bytes, value: bytes) -> str:
 def _sums(txn: ReadTxn, part: PartRow) -> str:
     numbers = txn._tiers.items()
     counted = {number: [0, 0, 0, 0] for _, number in numbers}
+    shards = [0] * 6
     for shard in txn.shards(part.session_id, part.writer):
+        for index, more in enumerate(
+            (1, shard.size, shard.is_pack, shard.size * shard.is_pack, shard.packed, shard.packed_size)
+        ):
+            shards[index] += more
         for number, copy in txn._copy_rows(shard.key):
             if copy.state is not CopyState.SKIPPED and number in counted:
                 verified = copy.state is CopyState.VERIFIED
@@ -183,7 +188,17 @@ def _sums(txn: ReadTxn, part: PartRow) -> str:
     for tier, number in numbers:
         if list(txn.part_progress(part.session_id, part.writer, tier)) != counted[number]:
             return f"its sums for {tier} are not what its copies come to"
-    return ""
+    committed = [part.shard_count, part.size, part.packs, part.packs_size, part.packed, part.packed_size]
+    if part.state is PartState.OPEN:
+        return "" if not any(committed) else "it is open, and counts what it was committed with"
+    return "" if committed == shards or _is_going(txn, part.session_id) else "what it was committed with is not its shards"
+
+
+def _is_going(txn: ReadTxn, session_id: int) -> bool:
+    """Whether its shards go one page after the other: with its checkpoint, or because a newer session replaced it."""
+    session = txn.session(session_id)
+    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+    return session is None or checkpoint is None or checkpoint.deleting or session.is_superseded
 
 
 def _shard(txn: ReadTxn, key: bytes, value: bytes) -> str:

@@ -252,6 +252,11 @@ class WriteTxn(RowKeeper):
             self._delete(self._db.fetched, schema.shard_key(key))
         return moved
 
+    def set_disk_size(self, key: ShardKey, disk_size: int) -> None:
+        """Count the shard's cache file as it is, in the row and in the sums: a repair. Raises NotFound."""
+        row = self._shard(key)
+        self._put_shard(row, replace(row, disk_size=disk_size))
+
     def copy_event(self, key: ShardKey, tier: str, event: CopyEvent, *, error: str = "", tag: str = "") -> CopyRow:
         """Move the copy by the table. FAIL counts an attempt. An error stays until the next one, or until VERIFY.
 

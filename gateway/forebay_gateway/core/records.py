@@ -71,6 +71,11 @@ class SessionRow(Row, frozen=True, array_like=True):
     predecessors: tuple[str, ...] = ()  # sessions whose manifest stood on a tier when this one began
     reason: str = ""  # why it cannot complete, where that is known
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a newer session stands in its place on every tier: nobody restores from it, and it may go."""
+        return bool(self.publish) and all(state is PublishState.SUPERSEDED for state in self.publish.values())
+
 
 class PartRow(Row, frozen=True, array_like=True):
     """One writer's part on this node."""

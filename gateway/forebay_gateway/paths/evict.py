@@ -115,20 +115,24 @@ class Evictor:
 
         rows = await self._node.catalog.write(begin, frees=True)
         failpoints.hit("evict.before_unlink")
+        await self.finish(rows)
+        freed = sum(row.disk_size for row in rows)
+        log.info("evicted shards=%s bytes=%s", len(rows), freed)
+        return freed
+
+    async def finish(self, rows: list[ShardRow]) -> None:
+        """Unlink the files of EVICTING rows and say so; what cannot be removed now is tried again in the background."""
         try:
             await finish_evicting(self._node, rows)
         except ForebayError:
             self._unfinished += rows
             raise
-        freed = sum(row.disk_size for row in rows)
-        log.info("evicted shards=%s bytes=%s", len(rows), freed)
-        return freed
 
     async def _finish_again(self) -> None:
         """What could not be removed or recorded at the first try."""
-        if self._unfinished:
-            await finish_evicting(self._node, self._unfinished)
-            self._unfinished = []
+        if rows := list(self._unfinished):
+            await finish_evicting(self._node, rows)
+            del self._unfinished[: len(rows)]  # others may have come meanwhile
 
 
 async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:
@@ -136,11 +140,13 @@ async def finish_evicting(node: Node, rows: list[ShardRow]) -> None:
     await node.io.run(node.cache.unlink_many, [node.cache.shard_path(row.key) for row in rows])
     failpoints.hit("evict.before_catalog")
 
-    def end(txn: WriteTxn) -> None:
+    def end(txn: WriteTxn) -> int:
+        freed = 0
         for row in rows:
             current = txn.shard(row.key)
-            if current is not None and current.state is ShardState.EVICTING:
+            if current is not None and current.state is ShardState.EVICTING:  # else deleted meanwhile, its bytes with it
+                freed += current.disk_size
                 txn.shard_event(row.key, ShardEvent.UNLINKED)
+        return freed
 
-    await node.catalog.write(end, frees=True)
-    node.budget.freed(sum(row.disk_size for row in rows))
+    node.budget.freed(await node.catalog.write(end, frees=True))

@@ -55,6 +55,7 @@ class MarkKeeper:
         self._lock = asyncio.Lock()
         self._marks: Marks | None = None
         self._document: Marks | None = None  # as far as is known: what the last write made
+        self._is_behind = False  # a mark stands in the catalog only
 
     async def change(self, change: Callable[[Marks], Marks], act: Callable[[WriteTxn], T], *, spare: bool = False) -> T:
         """The document as `change` makes it, durable; then `act` in the catalog. Raises as both do.
@@ -68,10 +69,14 @@ class MarkKeeper:
             before = self._known()
             after = change(before)
             try:
-                await self._write(after)
+                # What changes nothing must not write the document: before restore() it may know more than the catalog does.
+                if after != before or self._is_behind:
+                    await self._write(after)
+                    self._is_behind = False
             except DiskFull as error:
                 if not spare:
                     raise
+                self._is_behind = True
                 log.warning("a mark stands in the catalog only, until there is space again error=%s", error)
             try:
                 done = await self._catalog.write(act, frees=spare)

@@ -1,8 +1,8 @@
 """What the catalog says against what is there. Reports, and changes nothing.
 
-    indexes against rows -> cache files by name and length (deep: every byte) -> part files -> sums against a recount -> for
-    each session and tier: the documents, a head for each copy (deep: every byte) -> uploads on record -> quarantine -> what
-    nobody here owns
+    indexes against rows -> cache files by name and length, and what rows count for them (deep: every byte) -> part files
+    -> sums against a recount -> for each session and tier: the documents, a head for each copy (deep: every byte) -> uploads
+    on record -> quarantine -> what nobody here owns
 
 Owns the comparisons; each finding names its remedy, which is repair.py's to carry out. While the gateway serves, what looks
 wrong is looked at twice: a stream may be between its file and its row.
@@ -61,7 +61,7 @@ class Checker:
         for session in self._sessions():
             for tier in self._node.tiers.values():
                 async for finding in self._on_tier(session, tier, deep):
-                    yield finding
+                    yield _of_replaced(finding) if session.is_superseded else finding
         for tier in self._node.unreachable_tiers():
             what = f"the tier cannot be reached, so its copies were not looked at: {tier.reason}"
             yield Finding("tier_unreachable", tier.name, what, Severity.NOTE)
@@ -154,7 +154,9 @@ class Checker:
     def _on_shard(self, txn: ReadTxn, session: SessionRow, row: ShardRow, kind: str, what: str) -> Finding:
         sources = good_tiers(txn, row, self._node.tiers)
         part = txn.part(row.session_id, row.writer)
-        if part is None or part.state is PartState.OPEN:
+        if kind == "disk_size":
+            remedy = "count the file as it is"
+        elif part is None or part.state is PartState.OPEN:
             remedy = "drop it: its part is not committed, and its writer is told to put it again"
         elif sources:
             remedy = f"fetch it from {' or '.join(sources)} into a fresh file"
@@ -211,7 +213,7 @@ class Checker:
                 path = self._node.cache.part_path(session.id, part.writer, part.commit_seq)
                 problem = await self._node.io.run(partial(part_file_problem, path, local_record(self._node, session, part)))
                 if problem and self._still_committed(session, part):
-                    yield Finding(
+                    finding = Finding(
                         "part_file",
                         "cache",
                         problem,
@@ -223,6 +225,7 @@ class Checker:
                         key=ShardKey(session.id, 0),
                         writer=part.writer,
                     )
+                    yield _of_replaced(finding) if session.is_superseded else finding
 
     def _still_committed(self, session: SessionRow, part: PartRow) -> bool:
         with self._node.catalog.read() as txn:
@@ -385,10 +388,18 @@ class Checker:
         )
 
 
+def _of_replaced(finding: Finding) -> Finding:
+    """A newer session stands in its place on every tier; a gc that was cut off may have begun to delete it."""
+    what = f"{finding.what}; nobody restores from this session, a newer one has superseded it"
+    return replace(finding, what=what, severity=Severity.NOTE, remedy="")
+
+
 def file_problem(row: ShardRow, file: FoundFile | None) -> tuple[str, str] | None:
-    """(kind, sentence) of what is wrong with a row's file by its length alone."""
+    """(kind, sentence) of what is wrong with a row's file, or with what the row counts for it, by lengths alone."""
     if row.state is ShardState.QUARANTINED:
         return "quarantined", "the cache file is damaged and in quarantine" if row.disk_size else "the cache file is lost"
+    if row.state is ShardState.EVICTED and row.disk_size:
+        return "disk_size", f"the catalog counts {row.disk_size} bytes for a cache file that was evicted"
     if row.state not in CACHED:
         return None
     if file is None:
@@ -396,6 +407,8 @@ def file_problem(row: ShardRow, file: FoundFile | None) -> tuple[str, str] | Non
     expected = disk_size(row.size, row.chunk_size)
     if file.size != expected:
         return "file_length", f"the cache file has {file.size} bytes and should have {expected}"
+    if row.disk_size != expected:
+        return "disk_size", f"the catalog counts {row.disk_size} bytes for a cache file of {expected}"
     return None
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.layout import (
@@ -21,7 +22,7 @@ from forebay_gateway.core.layout import (
     shard_key,
     step_dir,
 )
-from forebay_gateway.core.records import PublishState, SessionRow, ShardRow
+from forebay_gateway.core.records import PartState, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.care.finding import Finding, Severity
 from forebay_gateway.paths.node import Node
@@ -31,6 +32,7 @@ from forebay_gateway.tiers.base import Leftover
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 
+SPARED_S = 86_400.0  # what `forebay gc` leaves alone unless told otherwise
 FOREIGN_SHOWN_MAX = 1000
 DEPTH_MAX = 32
 
@@ -80,7 +82,7 @@ class Collector:
                 done.append(item)
                 continue
             try:
-                await self._delete(item)
+                await uncut(self._delete(item), stay=True)
                 done.append(replace(item, outcome="deleted"))
             except ForebayError as error:
                 done.append(replace(item, outcome=f"failed: {error}"))
@@ -166,10 +168,18 @@ class Collector:
         )
 
     def _age(self, session: SessionRow) -> float | None:
-        """By its newest part file; None where there is none, and nobody can say."""
-        paths = list(self._node.cache.session_path(session.id).glob("part-*.json"))
+        """By its newest part file; None where there never was one, and nobody can say."""
+        directory = self._node.cache.session_path(session.id)
+        paths = list(directory.glob("part-*.json"))
+        if not paths and self._is_own(session) and directory.is_dir():
+            paths = [directory]  # a deletion that was cut off took the part files first
         newest = max((path.stat().st_mtime for path in paths), default=None)
         return None if newest is None else max(0.0, self._node.clock.wall() - newest)
+
+    def _is_own(self, session: SessionRow) -> bool:
+        """Whether parts of it were committed here."""
+        with self._node.catalog.read() as txn:
+            return any(part.state is PartState.COMMITTED and not part.is_adopted for part in txn.parts(session.id))
 
     # -- what is not ours ----------------------------------------------------------------------------------------------
 
@@ -232,5 +242,13 @@ def _leftover(item: Leftover, tier: MonitoredTier, mine: bool, older_than_s: flo
 def as_finding(item: Garbage) -> Finding:
     """For fsck, which leaves all of it to gc."""
     kind = {"foreign": "foreign_file", "upload": "orphan_upload", "superseded": "superseded_session"}[item.kind]
-    remedy = "" if item.kind == "foreign" else "`forebay gc` deletes it"
-    return Finding(kind, item.where, item.what, Severity.NOTE, path=item.path, remedy=remedy, outcome=item.outcome)
+    what, remedy = item.what, ""
+    if item.kind != "foreign" and item.age_s is None:
+        what += "; `forebay gc` leaves it, since nobody can tell how old it is"
+    elif item.kind != "foreign":
+        remedy = "`forebay gc --apply` deletes it"
+        if item.age_s is not None and item.age_s < SPARED_S:
+            remedy += (
+                f" in {(SPARED_S - item.age_s) / 3600:.1f} h, when it is {SPARED_S / 3600:.0f} h old (--older-than: sooner)"
+            )
+    return Finding(kind, item.where, what, Severity.NOTE, path=item.path, remedy=remedy, outcome=item.outcome)

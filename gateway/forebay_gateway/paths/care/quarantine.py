@@ -6,13 +6,14 @@ Owns ids, the list and the release. A quarantined cache file stays where it is u
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import InvalidArgument, NotFound
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.paths.care.fsck import good_tiers
-from forebay_gateway.paths.evict import finish_evicting
+from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 
 ROWS_A_READ = 2000
@@ -37,8 +38,8 @@ class Quarantined:
 class Quarantine:
     """Reads and releases."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, evictor: Evictor) -> None:
+        self._node, self._evictor = node, evictor
 
     async def entries(self) -> AsyncGenerator[Quarantined, None]:
         """All of it: copies on tiers by their queues, cache files by a walk over the rows."""
@@ -113,10 +114,8 @@ class Quarantine:
                 "it all the same"
             )
         key, tier = parse_id(id_)
-        if tier:
-            await self._release_copy(key, tier, entry.path)
-        else:
-            await self._release_file(key, lost=not entry.good)
+        act = self._release_copy(key, tier, entry.path) if tier else self._release_file(key, lost=not entry.good)
+        await uncut(act, stay=True)
         self._node.changes.tell()
         return entry
 
@@ -143,7 +142,7 @@ class Quarantine:
 
         row = await self._node.catalog.write(act)
         if row is not None:
-            await finish_evicting(self._node, [row])
+            await self._evictor.finish([row])
             for kind in ("lost", "quarantine"):
                 self._node.alarms.pop(f"{kind}-{key.session_id}-{key.shard_id}", None)
 

@@ -1,7 +1,8 @@
 """A catalog that is lost or damaged: set aside, and made anew from the cache's own files and the tiers' manifests.
 
-    is it lost or damaged? -> its directory renamed to catalog.damaged-<n> -> a new one -> recover.py: every sealed file by its
-    footer, every commit by its part file -> copies are asked for on the tiers before anything is put again
+    is it lost or damaged? -> its directory renamed to catalog.damaged-<n> -> a new one, with a note in it until all is done
+    -> recover.py: every sealed file by its footer, every commit by its part file -> copies are asked for on the tiers before
+    anything is put again
 
 Owns when and how the old one goes aside; never deletes it. Pins, held queues and deletions under way
 come from the marks beside it; the scrub's cursor is lost.
@@ -24,6 +25,8 @@ log = logging.getLogger("forebay.rebuild")
 
 CATALOG = "catalog"
 SUSPECT = "suspect"  # in the catalog's directory: a running gateway met damage that opening the file did not show
+UNFINISHED = "rebuilding"  # likewise: it was made anew, and does not yet know all that the files say
+CUT_OFF = "a rebuild of it was cut off"
 LOST = "the catalog is gone, and the cache is not empty"
 
 
@@ -38,7 +41,7 @@ class Rebuilt:
 def damage_note(path: Path) -> str:
     """Why the catalog below the cache directory `path` cannot be used, as far as its files' names tell. Blocking."""
     catalog = path / CATALOG
-    if not catalog.is_dir() or not any(catalog.iterdir()):
+    if _is_bare(catalog):
         return LOST if any((path / DATA).glob("*/*.shard")) or any((path / DATA).glob("*/part-*.json")) else ""
     try:
         return (catalog / SUSPECT).read_text(errors="replace").strip()
@@ -51,20 +54,42 @@ def note_damage(path: Path, error: BaseException) -> None:
     durable.replace_file(path / CATALOG / SUSPECT, f"{error}\n".encode(), SUSPECT)
 
 
-def set_aside(path: Path) -> str:
-    """Rename the catalog's directory, durably; its new name, empty where there was none. Blocking."""
-    catalog = path / CATALOG
-    if not catalog.is_dir():
-        return ""
-    taken = [int(found.name[len(ASIDE_PREFIX) :]) for found in path.glob(f"{ASIDE_PREFIX}*") if _is_number(found.name)]
-    aside = path / f"{ASIDE_PREFIX}{max(taken, default=0) + 1}"
-    catalog.rename(aside)
+def set_aside(path: Path, why: str) -> str:
+    """Rename the catalog's directory, durably, and note `why` in the one that takes its place; the old one's new name, empty
+    where there was none. Blocking."""
+    catalog, aside = path / CATALOG, ""
+    if not _is_bare(catalog):
+        aside = f"{ASIDE_PREFIX}{max(_asides(path), default=0) + 1}"
+        catalog.rename(path / aside)
+    catalog.mkdir(exist_ok=True)
     durable.sync_dir(path)
-    return aside.name
+    durable.replace_file(catalog / UNFINISHED, f"{why}\n".encode(), UNFINISHED)
+    return aside
 
 
-def _is_number(name: str) -> bool:
-    return name[len(ASIDE_PREFIX) :].isdecimal()
+def _is_bare(catalog: Path) -> bool:
+    """Whether there is none, or no more of it than a rebuild leaves that is killed at once."""
+    return not catalog.is_dir() or all(entry.name.startswith(durable.TEMP_PREFIX) for entry in catalog.iterdir())
+
+
+def last_aside(path: Path) -> str:
+    """The name of the catalog that was set aside last; empty where there is none. Blocking."""
+    return f"{ASIDE_PREFIX}{max(found)}" if (found := _asides(path)) else ""
+
+
+def _asides(path: Path) -> list[int]:
+    numbers = [found.name[len(ASIDE_PREFIX) :] for found in path.glob(f"{ASIDE_PREFIX}*")]
+    return [int(number) for number in numbers if number.isdecimal()]
+
+
+def is_being_rebuilt(path: Path) -> bool:
+    """Whether a rebuild was begun and has not ended. Blocking."""
+    return (path / CATALOG / UNFINISHED).exists()
+
+
+def rebuild_ended(path: Path) -> None:
+    """Files and rows agree. Not synced: a note that comes back costs the next start an alarm, no more. Blocking."""
+    (path / CATALOG / UNFINISHED).unlink(missing_ok=True)
 
 
 async def open_catalog(
@@ -84,7 +109,10 @@ async def open_catalog(
     why = await asyncio.to_thread(damage_note, cache.path)
     if not why:
         try:
-            return await open_it(), Rebuilt()
+            catalog = await open_it()
+            if not await asyncio.to_thread(is_being_rebuilt, cache.path):
+                return catalog, Rebuilt()
+            return catalog, Rebuilt(CUT_OFF, await asyncio.to_thread(last_aside, cache.path))
         except CatalogDamaged as error:
             why, cause = str(error), error
     if mode != "auto":
@@ -92,7 +120,7 @@ async def open_catalog(
             f"the catalog cannot be used ({why}), and cache.rebuild is 'ask'; see what would be done with "
             f"`forebay rebuild{config_option(source)}`, and do it with `forebay rebuild{config_option(source)} --apply`"
         ) from cause
-    aside = await asyncio.to_thread(set_aside, cache.path)
+    aside = await asyncio.to_thread(set_aside, cache.path, why)
     log.warning("the catalog is rebuilt from the cache's files reason=%s aside=%s", why, aside or "nothing was left")
     return await open_it(), Rebuilt(why, aside)
 

@@ -1,18 +1,20 @@
 """What fsck found, mended where it can be: each finding's remedy carried out, one after the other.
 
-Owns which act a kind of finding leads to. Each act looks again before it does anything, is complete in itself, and leaves the
-finding as it was where it fails; so an interrupted repair is repeated without harm.
+Owns which act a kind of finding leads to. Each act looks again before it does anything, is goes on to its end also where
+the caller goes away, and leaves the finding as it was where it fails; so an interrupted repair is repeated without harm.
 """
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 
+from forebay_gateway.base.tasks import uncut
+from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.catalog import CatalogDamaged, WriteTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import PartState, ShardKey, ShardRow
-from forebay_gateway.core.states import CopyEvent, ShardEvent
+from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
 from forebay_gateway.paths.care.documents import BadDocument, local_record, write_again
 from forebay_gateway.paths.care.finding import Finding, Severity
 from forebay_gateway.paths.care.fsck import Checker
@@ -46,7 +48,7 @@ class Repairer:
                 yield replace(finding, outcome="not while the catalog contradicts itself")
                 continue
             try:
-                outcome = await self._act(finding)
+                outcome = await uncut(self._act(finding), stay=True)
             except (ForebayError, OSError) as error:
                 outcome = str(error)
             yield replace(finding, outcome=outcome or REPAIRED)
@@ -61,6 +63,8 @@ class Repairer:
                 return await self._adopt(finding)
             case "part_file":
                 return await self._part_file(finding)
+            case "disk_size":
+                return await self._disk_size(finding)
             case "counters":
                 return await self._sums()
             case "index":
@@ -110,6 +114,21 @@ class Repairer:
                 write()
 
         await self._node.io.run(act)
+        return ""
+
+    async def _disk_size(self, finding: Finding) -> str:
+        """By the row's own numbers: the file was seen to have that length."""
+        key = _key(finding)
+
+        def act(txn: WriteTxn) -> int:
+            row = txn.shard(key)
+            if row is None or not (row.is_cached or row.state is ShardState.EVICTED):
+                return 0
+            expected = disk_size(row.size, row.chunk_size) if row.is_cached else 0
+            txn.set_disk_size(key, expected)
+            return expected - row.disk_size
+
+        self._node.budget.adopted(await self._node.catalog.write(act))
         return ""
 
     async def _sums(self) -> str:

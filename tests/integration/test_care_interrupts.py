@@ -1,0 +1,299 @@
+"""Care commands that Ctrl-C ends in the middle, or whose gateway is killed then: one clear line and exit 130, a state no worse
+than before, and the same command again does the rest."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.demo.gateways import FOREBAY, GatewayProcess
+from integration.conftest import MakeGateway
+from integration.kit import SMALL_CHUNKS, Job, assert_refused, cache_file_of, cache_files, eventually, flip_byte
+
+NAME = "rank0/model.bin"
+ASK = f'{SMALL_CHUNKS}\nrepair = "ask"'
+GC = ["gc", "--apply", "--older-than", "0s"]
+
+
+@contextmanager
+def failing(gateway: GatewayProcess, failpoints: str) -> Iterator[None]:
+    """Commands that run inside the block, without a gateway, pass these failpoints."""
+    gateway.environment["FOREBAY_FAILPOINTS"] = failpoints
+    try:
+        yield
+    finally:
+        del gateway.environment["FOREBAY_FAILPOINTS"]
+
+
+def interrupted(gateway: GatewayProcess, arguments: list[str], when: Callable[[], object]) -> subprocess.CompletedProcess[str]:
+    """The command, sent SIGINT as soon as `when` gives something true."""
+    environment = {**os.environ, **gateway.environment, "FOREBAY_ADDRESS": gateway.address}
+    with subprocess.Popen(
+        [str(FOREBAY), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            deadline_s = time.monotonic() + 30
+            while not when():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline_s, "it does not come so far"
+                time.sleep(0.01)
+            process.send_signal(2)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+class Patient:
+    """A gateway with something to do for each command: a session that was superseded, and bad copies."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        self.gateway = gateway
+        self.jobs = [Job(run=f"team/{name}", writers=1) for name in ("replaced", "bad", "worse")]
+        replaced, bad, worse = self.jobs
+        gateway.start()
+        older = Job(run=replaced.run, session="launch-0", writers=1)
+        older.save(gateway, 0)
+        older.wait(gateway)
+        for job in self.jobs:
+            job.save(gateway, 0)
+            job.wait(gateway)
+        self.older = cache_file_of(gateway, older.shards(0)[NAME])
+        self.bad, self.worse = (cache_file_of(gateway, job.shards(0)[NAME]) for job in (bad, worse))
+        for job, path in ((bad, self.bad), (worse, self.worse)):
+            flip_byte(path, 7)
+            assert gateway.cli("verify", job.run, "7", check=False).returncode == 4
+        gateway.terminate()
+
+    def start(self, failpoints: str) -> None:
+        self.gateway.start(failpoints=failpoints)
+
+    @property
+    def quarantine(self) -> list[str]:
+        return [entry["id"] for entry in json.loads(self.gateway.cli("quarantine", "ls", "--json").stdout)]
+
+    @property
+    def worse_id(self) -> str:
+        (id_,) = [id_ for id_ in self.quarantine if int(id_.split("-")[1]) == int(self.worse.stem, 16)]
+        return id_
+
+    def fetching(self) -> bool:
+        return any((self.gateway.cache / "incoming").iterdir())
+
+    def check_well(self, target: Path) -> None:
+        """Whole again: everything restores from the cache or a tier, and nothing is wrong."""
+        done = self.gateway.cli("fsck", "--deep", "--json", check=False)
+        wrong = [
+            entry for entry in json.loads(done.stdout) if entry["severity"] == "error" or entry["kind"] == "superseded_session"
+        ]
+        assert (done.returncode, wrong) == (0, [])
+        for job in self.jobs:
+            job.assert_restores(self.gateway, target / job.run)
+        assert not self.older.exists()
+        with forebay.Client(self.gateway.address) as client:
+            used = client.status().cache.used_bytes
+        assert used == sum(path.stat().st_size for path in cache_files(self.gateway))
+
+
+@pytest.fixture
+def patient(make: MakeGateway) -> Patient:
+    return Patient(make(cache_keys=ASK))
+
+
+SLEEPS = "evict.before_catalog=sleep:1.5;delete.files_gone=sleep:1.5;seal.before_rename=sleep:1.5"
+
+
+def test_ctrl_c(patient: Patient, tmp_path: Path) -> None:
+    """Where the command is in the middle of an act, the gateway brings that to its end; the lock is free afterwards."""
+    gateway = patient.gateway
+    patient.start(SLEEPS)
+    told = interrupted(gateway, GC, lambda: not patient.older.exists())
+    assert_refused(told, 130, "interrupted: ", "what was deleted so far is gone")
+    id_ = patient.worse_id
+    told = interrupted(gateway, ["quarantine", "release", id_], lambda: not patient.worse.exists())
+    assert_refused(told, 130, "interrupted: ", "goes on to its end")
+    told = interrupted(gateway, ["repair", "--apply"], patient.fetching)
+    assert_refused(told, 130, "interrupted: ", "so far")
+    for command in (["fsck"], ["gc"], ["repair"]):  # each waits for the act under way, not for the command that is gone
+        eventually(lambda command=command: gateway.cli(*command, check=False).returncode, lambda code: code != 5)
+    assert_refused(gateway.cli("quarantine", "release", id_, check=False), 3, "nothing in quarantine")
+    assert gateway.cli(*GC, check=False).returncode == 0
+    assert gateway.cli("repair", "--apply", check=False).returncode == 0
+    patient.check_well(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["fsck", "--deep"], ["repair", "--deep"], ["verify", "team/gone", "7"]])
+def test_ctrl_c_where_nothing_is_changed(make: MakeGateway, command: list[str]) -> None:
+    gateway = make(cache_keys=ASK).start(failpoints="read.before_chunk=all*sleep:0.2")
+    Job(run="team/gone", writers=1, size=8 << 20).save(gateway, 0)
+
+    def holds_the_lock() -> bool:
+        return gateway.cli("gc", check=False).returncode == 5
+
+    told = interrupted(gateway, command, holds_the_lock)
+    assert_refused(told, 130, "interrupted: ", "was not read" if command[0] == "verify" else "nothing was changed")
+    eventually(lambda: gateway.cli("gc", check=False).returncode, lambda code: code == 0)
+
+
+KILLS = {
+    "gc": ("delete.files_gone=kill", lambda patient: GC),
+    "quarantine release": ("evict.before_catalog=kill", lambda patient: ["quarantine", "release", patient.worse_id]),
+}
+
+
+def test_a_killed_gateway(patient: Patient, tmp_path: Path) -> None:
+    gateway = patient.gateway
+    for failpoint, arguments in KILLS.values():
+        patient.start(failpoint)
+        told = gateway.cli(*arguments(patient), check=False)
+        assert told.returncode == 5, told
+        assert gateway.wait_exit() == -9
+        gateway.start()
+        errors = [each for each in findings(gateway) if each["severity"] == "error"]
+        assert {each["kind"] for each in errors} == {"quarantined"}, errors  # as before
+        gateway.terminate()
+    patient.start("seal.before_rename=sleep:5")
+    with subprocess.Popen(
+        [str(FOREBAY), "repair", "--apply"],
+        env={**os.environ, "FOREBAY_ADDRESS": gateway.address},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as repairing:
+        eventually(patient.fetching)
+        gateway.kill()
+        _, err = repairing.communicate(timeout=30)
+        assert repairing.returncode == 5 and len(err.strip().splitlines()) == 1, err
+    gateway.start()
+    assert len(patient.quarantine) == 1  # as before
+    assert gateway.cli(*GC, check=False).returncode == 0
+    assert gateway.cli("repair", "--apply", check=False).returncode == 0
+    patient.check_well(tmp_path)
+
+
+def findings(gateway: GatewayProcess) -> Any:
+    return json.loads(gateway.cli("fsck", "--json", check=False).stdout)
+
+
+# -- rebuild -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lost(make: MakeGateway) -> tuple[GatewayProcess, Job]:
+    """Down; one checkpoint in cache and tier, one that only the tier has, and that is pinned."""
+    gateway = make().start()
+    job, tier_only = Job(run="team/here", writers=1), Job(run="team/tier-only", writers=1)
+    for each in (job, tier_only):
+        each.save(gateway, 0)
+        each.wait(gateway)
+    gateway.cli("evict", tier_only.run, "7")
+    gateway.cli("pin", tier_only.run, "7")
+    for path in gateway.cache.glob("data/*/part-*.json"):
+        if tier_only.run in path.read_text():
+            path.unlink()
+    gateway.terminate()
+    return gateway, job
+
+
+def rebuild(gateway: GatewayProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return gateway.cli("rebuild", "--config", str(gateway.config), "--apply", *arguments, check=False)
+
+
+def check_rebuilt(gateway: GatewayProcess, job: Job, target: Path) -> None:
+    """The old catalog is kept once, all checkpoints and the pin are there."""
+    assert [path.name for path in gateway.cache.glob("catalog.damaged-*")] == ["catalog.damaged-1"]
+    assert_refused(rebuild(gateway), 2, "can be used")
+    gateway.start()
+    job.assert_restores(gateway, target, source="cache")
+    assert_refused(gateway.cli("evict", "team/tier-only", "7", check=False), 2, "pinned")
+    assert gateway.cli("fsck", "--deep", check=False).returncode == 0
+
+
+def test_a_rebuild_that_ctrl_c_ends_goes_on(lost: tuple[GatewayProcess, Job], tmp_path: Path) -> None:
+    gateway, job = lost
+    command = ["rebuild", "--config", str(gateway.config), "--apply", "--force"]
+    aside, made = gateway.cache / "catalog.damaged-1", gateway.cache / "catalog" / "data.mdb"
+    with failing(gateway, "catalog.before_commit=2*sleep:1.5"):
+        told = interrupted(gateway, command, lambda: aside.exists() and made.exists())
+    assert_refused(told, 130, "interrupted: the new catalog is not finished", "catalog.damaged-1", "run it again")
+    dry = json.loads(gateway.cli("rebuild", "--config", str(gateway.config), "--json").stdout)
+    assert (dry["damage"], dry["applied"]) == ("a rebuild of it was cut off", False)
+    assert rebuild(gateway).returncode == 0  # without --force
+    check_rebuilt(gateway, job, tmp_path / "restored")
+
+
+def test_a_rebuild_that_is_interrupted_before_it_began_changed_nothing(lost: tuple[GatewayProcess, Job]) -> None:
+    gateway, _ = lost
+    with failing(gateway, "catalog.before_commit=all*sleep:0.0"):
+        code = "import forebay_gateway.offline as offline, signal, forebay.cli as cli, sys; "
+        code += "offline.set_aside = lambda *_: signal.raise_signal(2); cli.main()"
+        arguments = [
+            str(FOREBAY.with_name("python")),
+            "-c",
+            code,
+            "rebuild",
+            "--config",
+            str(gateway.config),
+            "--apply",
+            "--force",
+        ]
+        told = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert_refused(told, 130, "interrupted: nothing was changed")
+    assert not list(gateway.cache.glob("catalog.damaged-*"))
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "durable.before_rename=kill",
+        "catalog.before_commit=1*kill",
+        "catalog.after_commit=2*kill",
+        "catalog.after_commit=4*kill",
+    ],
+)
+@pytest.mark.parametrize("by", ["the command", "a start"])
+def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_path: Path, failpoint: str, by: str) -> None:
+    gateway, job = lost
+    with failing(gateway, failpoint):
+        assert rebuild(gateway, "--force").returncode == -9
+    if by == "a start":
+        gateway.start()
+        assert [alarm for alarm in gateway.status()["alarms"] if "rebuilt" in alarm["what"]]
+        with forebay.Client(gateway.address) as client:
+            assert client.latest("team/tier-only") == 7
+        gateway.terminate()
+    else:
+        assert rebuild(gateway).returncode == 0
+        check_rebuilt(gateway, job, tmp_path / "restored")
+        return
+    assert_refused(rebuild(gateway), 2, "can be used")
+    gateway.start()
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+    assert gateway.cli("fsck", "--deep", check=False).returncode == 0
+
+
+def test_two_rebuilds_at_once(lost: tuple[GatewayProcess, Job], tmp_path: Path) -> None:
+    """The second finds the cache's lock taken, or comes so late that there is nothing left to rebuild."""
+    gateway, job = lost
+    with failing(gateway, "catalog.before_commit=2*sleep:2"):
+        slow = subprocess.Popen(
+            [str(FOREBAY), "rebuild", "--config", str(gateway.config), "--apply", "--force"],
+            env={**os.environ, **gateway.environment},
+            stdout=subprocess.DEVNULL,
+        )
+    try:
+        eventually((gateway.cache / "catalog.damaged-1" / "data.mdb").exists)
+        eventually((gateway.cache / "catalog" / "data.mdb").exists)
+        assert_refused(rebuild(gateway, "--force"), 5, f"pid={slow.pid}")
+        assert slow.wait(30) == 0
+    finally:
+        slow.kill()
+        slow.wait()
+    check_rebuilt(gateway, job, tmp_path / "restored")
