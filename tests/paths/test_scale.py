@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from catalog.kit import check_sums
 from forebay import writer as client_writer
 from forebay_gateway.build import Gateway
 from forebay_gateway.cache.layout import CLEAN
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.layout import parse_run_key, run_key
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import ShardState
@@ -109,6 +111,39 @@ async def test_files_are_looked_at_later_after_an_orderly_stop(tmp_path: Path, d
         assert bytes(await (await client.open("run", 1)).read("a.bin")) == b"a" * 100_000
         with gateway.node.catalog.read() as txn:
             check_sums(txn)
+
+
+async def test_a_listing_asks_the_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is known by then, and the copies of many shards in one pack are looked up once."""
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1) as part:
+            await part.put("plain.bin", b"p" * 100_000)
+            await part.put_many({f"small/{number:03d}": b"s" for number in range(200)})
+            await part.commit(wait="pfs", timeout=60)
+        asked: list[Any] = []
+        looked_up: list[ShardKey] = []
+        everywhere, copies_of = find.Finder.everywhere, ReadTxn.copies_of
+
+        async def counting(self: find.Finder, run: str, step: int) -> find.Found:
+            asked.append(step)
+            return await everywhere(self, run, step)
+
+        def noting(self: ReadTxn, keys: Any) -> Any:
+            looked_up.extend(keys)
+            return copies_of(self, keys)
+
+        monkeypatch.setattr(find.Finder, "everywhere", counting)
+        monkeypatch.setattr(ReadTxn, "copies_of", noting)
+        found = await client.describe("run", 1)
+        assert asked == [1]
+        assert len(looked_up) == 2
+        assert {dict(shard.copies)["pfs"] for shard in found.shards} == {"verified"} and len(found.shards) == 201
+
+
+def test_a_gateway_without_an_object_store_does_not_load_its_client() -> None:
+    """It is half of what would be imported at each start, and by each mover."""
+    code = "import sys, forebay_gateway.serve, forebay_gateway.movers.worker; sys.exit('botocore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # -- completion --------------------------------------------------------------------------------------------------------
