@@ -223,6 +223,11 @@ class ReadTxn:
         for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer), start):
             yield self._indexed_shard(schema.shard_of_part_shard_key(key), "part_shards", key)
 
+    def shard_ids(self, session_id: int, writer: int) -> list[int]:
+        """Of one writer's files, ascending."""
+        entries = self._scan(self._db.part_shards, schema.part_key(session_id, writer))
+        return [schema.shard_of_part_shard_key(key).shard_id for key, _ in entries]
+
     def unsettled(self) -> list[ShardRow]:
         """Shards that are EVICTING or QUARANTINED."""
         return [self._indexed_shard(schema.shard_of_key(key), "unsettled", key) for key, _ in self._scan(self._db.unsettled)]

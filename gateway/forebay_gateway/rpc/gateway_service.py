@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
@@ -18,7 +17,7 @@ from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.pages import SHARDS_A_PAGE
+from forebay_gateway.paths.pages import SHARDS_A_PAGE, let_go, page_of
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
@@ -154,6 +153,7 @@ class GatewayService:
                 await asyncio.sleep(0)
             request = await _next_message(requests, deadline_s)
         done = await self._paths.commit.commit(part, expected, metadata_json)
+        await let_go(expected)
         return pb.CommitPartResponse(
             level="cache", checkpoint_complete=done.complete_at_cache, pressure=encode.pressure(self._node)
         )
@@ -263,8 +263,8 @@ class GatewayService:
             session = txn.find_session(request.run, request.step, request.session) if request.session else shown
             if session is None:
                 raise NotFound(f"no session {request.session!r} of this step is known here")
-            shards = listed(txn, session)
-        while page := list(islice(shards, SHARDS_A_PAGE)):
+        shards = await listed(self._node, session)
+        while page := page_of(self._node.clock, shards)[0]:
             keys = list(dict.fromkeys(shard.row.key for shard in page))  # of many shards in one pack, one
             with self._node.catalog.read() as txn:
                 copies = dict(zip(keys, txn.copies_of(keys), strict=True))
