@@ -73,7 +73,7 @@ def inside_of(node: Node, row: ShardRow) -> Iterator[NamedShard]:
 
 
 async def let_go(*held: list[Any] | dict[Any, Any]) -> None:
-    """Empty these a page at a time: to free a hundred thousand rows at once holds the event loop for a quarter of a second."""
+    """Empty these a page at a time: freeing very many rows at once is one step that nothing interrupts."""
     for each in held:
         while each:
             if isinstance(each, list):
