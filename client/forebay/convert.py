@@ -4,7 +4,10 @@ Owns the direction from the wire only; requests are built where they are sent.
 """
 
 import dataclasses
+import functools
 import json
+import operator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -46,24 +49,36 @@ def record(message: Message, cls: type[_Record]) -> _Record:
 
 
 def _convert(message: Message) -> Any:
-    cls = _RECORDS[type(message)]
-    known = message.DESCRIPTOR.fields_by_name
-    values = {field.name: _value(message, field.name) for field in dataclasses.fields(cls) if field.name in known}
+    kind: Any = type(message)  # protobuf's stubs make it no key of a cache
+    cls = _RECORDS[kind]
+    values = {name: read(message) for name, read in _readers(kind)}
     if cls is types.Checkpoint:
         values["metadata"] = _metadata(values["run"], cast(gateway_pb2.Checkpoint, message).metadata_json)
     return cls(**values)
 
 
-def _value(message: Message, name: str) -> Any:
-    field = message.DESCRIPTOR.fields_by_name[name]
-    value = getattr(message, name)
+@functools.cache  # a listing has thousands of messages of one type
+def _readers(message_type: type[Any]) -> tuple[tuple[str, Callable[[Message], Any]], ...]:
+    """How each of a record's fields is read from messages of this type."""
+    known = message_type.DESCRIPTOR.fields_by_name
+    names = [field.name for field in dataclasses.fields(_RECORDS[message_type]) if field.name in known]
+    return tuple((name, _reader(known[name])) for name in names)
+
+
+def _reader(field: Any) -> Callable[[Message], Any]:
+    get: Callable[[Any], Any] = operator.attrgetter(field.name)
+    inner = field.message_type
     if field.is_repeated:
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            return dict(value)
-        return tuple(_convert(item) if isinstance(item, Message) else item for item in value)
-    if isinstance(value, Message):
-        return _convert(value)
-    return None if field.has_presence and not message.HasField(name) else value
+        if inner is None:
+            return lambda message: tuple(get(message))
+        if inner.GetOptions().map_entry:
+            return lambda message: dict(get(message))
+        return lambda message: tuple(map(_convert, get(message)))
+    if inner is not None:
+        return lambda message: _convert(get(message))
+    if field.has_presence:
+        return lambda message: get(message) if message.HasField(field.name) else None
+    return get
 
 
 def _metadata(run: str, text: str) -> dict[str, Any]:

@@ -280,9 +280,13 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
             with self._store.changed:
                 checkpoint = self._store.checkpoint(request.run, request.step)
                 if checkpoint.pinned:
-                    raise InvalidArgument(f"{request.run}/{request.step} is pinned; unpin it first")
+                    raise InvalidArgument(
+                        f"{request.run}/{request.step} is pinned, and force does not change that; unpin it first"
+                    )
                 if not request.force and not checkpoint.drained:
-                    raise InvalidArgument(f"{request.run}/{request.step} is on no tier yet; deleting it needs force")
+                    raise InvalidArgument(
+                        f"{request.run}/{request.step} is on no tier yet; with --force (force=True) it goes all the same"
+                    )
                 shards = [shard for session in checkpoint.sessions.values() for _, _, shard in session.shards()]
                 if not request.dry_run:
                     del self._store.checkpoints[request.run, request.step]

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 
 from forebay_gateway import __version__
-from forebay_gateway.base.heap import keep_freed_memory
+from forebay_gateway.base.heap import keep_freed_memory, keep_loaded
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway
 from forebay_gateway.core.config import Config, default_config, load_config
@@ -55,6 +55,7 @@ async def _serve(config: Config, source: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = await Gateway.start(config, source)
+    keep_loaded()
     log.info("serving node=%s version=%s listen=%s", config.node.id, __version__, ",".join(config.node.listen))
     running = asyncio.create_task(gateway.run())
     stopping = asyncio.create_task(stop.wait())

@@ -123,6 +123,8 @@ def measure(directory: Path, checkpoints: int = 1000, shards: int = 1000, files:
     tier.mkdir()
     gateway = GatewayProcess(directory, "scale", [posix_tier(tier)], capacity="64TiB")
     figures: dict[str, Any] = {"checkpoints": checkpoints, "shards": checkpoints * shards, "files": files * shards}
+    gateway.start()  # the empty directory becomes its tier; one that holds files already it would not take
+    gateway.terminate()
     rate = asyncio.run(fill(gateway.cache, tier, gateway.node, checkpoints, shards, files))
     figures["fill_shards_per_s"] = round(rate)
     figures["catalog_mib"] = round((gateway.cache / "catalog" / "data.mdb").stat().st_size / 2**20)

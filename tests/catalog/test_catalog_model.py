@@ -297,7 +297,9 @@ class CatalogAgainstModel(RuleBasedStateMachine):
                     assert txn.part_progress(session_id, writer, tier) == self.progress(session_id, writer, tier)
             for row in self.shards.values():
                 assert txn.shard_by_name(row.session_id, row.name) == row
-                states = {tier: copy.state for tier, copy in txn.copies(row.key).items()}
+                copies = txn.copies(row.key)
+                assert txn.copies_of([row.key, row.key]) == [copies, copies]
+                states = {tier: copy.state for tier, copy in copies.items()}
                 assert states == {tier: state for (key, tier), state in self.copies.items() if key == row.key}
             counts = {name: sum(1 for _ in txn._scan(getattr(txn._db, name))) for name in ("names", "chunks", "part_shards")}
             assert set(counts.values()) == {len(self.shards)}

@@ -104,7 +104,9 @@ def test_status(call, directory: Path) -> None:
     deadline_s = time.monotonic() + 10
     while "tier pfs is held" not in (text := call("status")) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    assert "tier pfs is held" in text and "at risk" in text and "out in" in text
+    assert "tier pfs is held" in text and "at risk" in text
+    assert "out in    pfs: held" in text  # and no rate, which would only be the memory of what went before
+    assert "B/s" not in text
     assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"]}
     assert "pressure" in call("pressure") and json.loads(call("pressure", "--json"))["level"] == "ok"
     assert "[cache]" in call("config", "show", "--running")
@@ -125,13 +127,21 @@ def test_writers_share_a_session(call, directory: Path, monkeypatch: pytest.Monk
 def test_rm_is_a_dry_run_until_yes(call, directory: Path) -> None:
     call("save", str(directory), "--run", "r", "--step", "1", "--wait", "pfs", "--timeout", "60")
     assert json.loads(call("pin", "r", "1", "--json")) == {"run": "r", "step": 1, "pinned": True}
-    assert "pin" in call("rm", "r", "1", "--yes", code=2)
+    assert "unpin it first" in call("rm", "r", "1", "--yes", "--force", code=2)
     call("unpin", "r", "1")
     assert "would delete" in call("rm", "r", "1")
     assert "complete" in call("ls", "r")
     gone = json.loads(call("rm", "r", "1", "--yes", "--json"))
     assert gone["deleted"] is True and gone["shards"] == 2
     call("ls", "r", code=3)
+
+
+def test_rm_says_what_lets_the_only_copy_go(call, directory: Path) -> None:
+    call("queue", "hold")
+    call("save", str(directory), "--run", "r", "--step", "1")
+    assert "--force" in call("rm", "r", "1", "--yes", code=2)
+    assert "would delete" in call("rm", "r", "1", "--force")
+    call("queue", "release")
 
 
 ERRORS = [
@@ -166,6 +176,20 @@ def test_every_kind_has_a_code_from_the_contract() -> None:
     from forebay.errors import _BY_KIND
 
     assert set(exits.CODES) | {"already_exists", "unsupported"} == set(_BY_KIND)
+
+
+def test_usage_has_one_pair_of_brackets_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("ls", "info", "wait", "queue hold", "queue release"):
+        assert run([*command.split(), "--help"]) == 0
+        usage, _, rest = capsys.readouterr().out.partition("\n\n")
+        assert "[[" not in usage and "]]" not in usage, usage
+        assert "]]" not in rest.partition("Options:")[0], rest
+
+
+def test_help_offers_no_level_that_is_always_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("wait", "save"):
+        assert run([command, "--help"]) == 0
+        assert "peer" not in capsys.readouterr().out
 
 
 USAGE_ERRORS = "nonsense|rm r|rm r x|ls --nope|restore r 1 x y|restore r q x"

@@ -30,7 +30,8 @@ from forebay_gateway.tiers.base import StorageFull
 from forebay_gateway.tiers.posix import errors as posix_errors
 from forebay_gateway.tiers.s3 import errors as s3_errors
 from forebay_gateway.tiers.s3.body import Body
-from forebay_gateway.tiers.s3.multipart import MAX_PARTS, MIN_PART_BYTES, encode_crc, full_object_crc, part_size
+from forebay_gateway.tiers.s3.multipart import encode_crc, full_object_crc
+from forebay_gateway.tiers.s3.parts import MAX_PARTS, MIN_PART_BYTES, part_size
 
 NOW_S = 1_800_000_000.0
 

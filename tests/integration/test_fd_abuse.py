@@ -414,10 +414,11 @@ def test_who_goes_without_a_word_leaves_nothing(lease: RawLease, part: pb.PartRe
 
 
 def test_who_never_seals_is_ended(lease: RawLease, part: pb.PartRef, left: Leftovers) -> None:
-    """Silent for stream_timeout, connection and descriptor kept."""
+    """Alive for as long as it writes, in whatever order; ended after stream_timeout without, connection and descriptor kept."""
     lease.open(part, DATA)
-    with lease.descriptor():
-        for _ in range(4):
+    with lease.descriptor() as descriptor:
+        for at in (5, 0, 3, 1):  # the last one is short
+            write(descriptor, DATA[at * CHUNK : (at + 1) * CHUNK], at * CHUNK)
             lease.socket.send(b".")
             lease.socket.settimeout(0.8)
             with pytest.raises(TimeoutError):
@@ -427,6 +428,39 @@ def test_who_never_seals_is_ended(lease: RawLease, part: pb.PartRef, left: Lefto
         left.none()
     with pytest.raises(Unavailable):
         lease.seal(DATA)
+
+
+def test_who_only_says_that_it_goes_on_is_ended(gateway: GatewayProcess, raw: Raw, part: pb.PartRef, left: Leftovers) -> None:
+    """Signs of life without a chunk more in the file hold no space for ever."""
+
+    def drip(descriptor: int, turn: int) -> None:
+        write(descriptor, b"x", turn * BLOCK)
+
+    def same_again(descriptor: int, _: int) -> None:
+        write(descriptor, DATA[:CHUNK])
+
+    def all_at_once(descriptor: int, turn: int) -> None:
+        if turn == 0:
+            write(descriptor, DATA)
+
+    acts: list[Callable[[int, int], None]] = [lambda *_: None, drip, same_again, all_at_once]
+    with contextlib.ExitStack() as stack:
+        alive = []
+        for number, act in enumerate(acts):
+            mine = stack.enter_context(RawLease(gateway, raw)).open(part, DATA, f"{number}.bin")
+            alive.append((mine, act, stack.enter_context(mine.descriptor())))
+            mine.socket.settimeout(0.1)
+        for turn in range(100):
+            for entry in list(alive):
+                mine, act, descriptor = entry
+                act(descriptor, turn)
+                with contextlib.suppress(BrokenPipeError):
+                    mine.socket.send(b".")
+                with contextlib.suppress(TimeoutError):
+                    assert mine.is_over()
+                    alive.remove(entry)
+        assert not alive, "they live on words"
+    left.none()
 
 
 def test_who_never_fetches_or_never_opens_is_ended(

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,17 @@ from catalog.kit import check_sums
 from forebay import writer as client_writer
 from forebay_gateway.build import Gateway
 from forebay_gateway.cache.layout import CLEAN
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.layout import parse_run_key, run_key
-from forebay_gateway.core.records import ShardKey
+from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.core.states import ShardState
 from forebay_gateway.paths import find, handover, recover
+from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.complete import Completion
-from forebay_gateway.paths.write import WritePath
+from forebay_gateway.paths.pages import SHARDS_A_PAGE
+from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_gateway.rpc import gateway_service
-from forebay_wire.manifest import ShardEntry
+from forebay_wire.manifest import ShardEntry, pack_chunk_crcs
 from forebay_wire.packs import PackIndex
 from forebay_wire.v1 import gateway_pb2 as pb
 from paths.kit import client_of, serving, tier, until
@@ -109,6 +113,84 @@ async def test_files_are_looked_at_later_after_an_orderly_stop(tmp_path: Path, d
         assert bytes(await (await client.open("run", 1)).read("a.bin")) == b"a" * 100_000
         with gateway.node.catalog.read() as txn:
             check_sums(txn)
+
+
+async def test_a_listing_asks_the_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is known by then, and the copies of many shards in one pack are looked up once."""
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1) as part:
+            await part.put("plain.bin", b"p" * 100_000)
+            await part.put_many({f"small/{number:03d}": b"s" for number in range(200)})
+            await part.commit(wait="pfs", timeout=60)
+        asked: list[Any] = []
+        looked_up: list[ShardKey] = []
+        everywhere, copies_of = find.Finder.everywhere, ReadTxn.copies_of
+
+        async def counting(self: find.Finder, run: str, step: int) -> find.Found:
+            asked.append(step)
+            return await everywhere(self, run, step)
+
+        def noting(self: ReadTxn, keys: Any) -> Any:
+            looked_up.extend(keys)
+            return copies_of(self, keys)
+
+        monkeypatch.setattr(find.Finder, "everywhere", counting)
+        monkeypatch.setattr(ReadTxn, "copies_of", noting)
+        found = await client.describe("run", 1)
+        assert asked == [1]
+        assert len(looked_up) == 2
+        assert {dict(shard.copies)["pfs"] for shard in found.shards} == {"verified"} and len(found.shards) == 201
+
+
+async def test_a_long_part_is_read_a_page_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No snapshot on the event loop sees more than a page of it, in a commit and a listing."""
+    count = 3 * SHARDS_A_PAGE
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        node, writes = gateway.node, gateway._writes
+        assert writes is not None
+        part = PartRef("run", 1, "s", 0, 1)
+        session_id = await writes.open_part(part)
+        first = min([node.catalog.new_id() for _ in range(count)])
+        names = [f"{number:06d}" for number in range(count)]
+
+        def fill(txn: WriteTxn) -> None:
+            for number, name in enumerate(names):
+                row = ShardRow(session_id, first + number, 0, name, 1, 65536, 7, ShardState.SEALED, 0)
+                txn.seal(row, pack_chunk_crcs([7]))
+
+        await node.catalog.write(fill)
+        node.tiers["pfs"].held = True  # there are no files to drain
+        looks: dict[int, int] = {}  # snapshot: rows and values that were read in it
+        views: list[ReadTxn] = []  # kept, so that no two have one id
+        get, scan = ReadTxn._get, ReadTxn._scan
+
+        def look(txn: ReadTxn) -> None:
+            if type(txn) is ReadTxn:
+                if id(txn) not in looks:
+                    views.append(txn)
+                looks[id(txn)] = looks.get(id(txn), 0) + 1
+
+        def counted_get(self: ReadTxn, *arguments: Any) -> Any:
+            look(self)
+            return get(self, *arguments)
+
+        def counted_scan(self: ReadTxn, *arguments: Any, **more: Any) -> Any:
+            for entry in scan(self, *arguments, **more):
+                look(self)
+                yield entry
+
+        monkeypatch.setattr(ReadTxn, "_get", counted_get)
+        monkeypatch.setattr(ReadTxn, "_scan", counted_scan)
+        await CommitPath(node, writes).commit(part, [Expected(name, 1, 7) for name in names], "{}")
+        assert len((await client.describe("run", 1)).shards) == count
+        assert len(looks) > 9
+        assert max(looks.values()) < 2.5 * SHARDS_A_PAGE  # of a row by an index two are read
+
+
+def test_a_gateway_without_an_object_store_does_not_load_its_client() -> None:
+    """It is half of what would be imported at each start, and by each mover."""
+    code = "import sys, forebay_gateway.serve, forebay_gateway.movers.worker; sys.exit('botocore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

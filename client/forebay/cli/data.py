@@ -11,9 +11,7 @@ from forebay.cli.output import count_text, duration_text, print_json, say, size_
 from forebay.export import export_dir
 from forebay.types import RestoreSummary, SaveSummary
 
-_Wait = Annotated[
-    str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, peer, a tier's name, or all.")
-]
+_Wait = Annotated[str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, a tier's name, or all.")]
 _Session = Annotated[
     str | None, typer.Option("--session", metavar="TEXT", help="Shared by all writers of one launch.", show_default=False)
 ]

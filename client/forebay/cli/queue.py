@@ -7,7 +7,7 @@ import typer
 from forebay.cli.app import Json, client
 from forebay.cli.output import print_json, say
 
-_Tier = Annotated[str, typer.Argument(metavar="[TIER]", help="One tier; all unless given.", show_default=False)]
+_Tier = Annotated[str, typer.Argument(metavar="TIER", help="One tier; all unless given.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:

@@ -13,6 +13,8 @@ from forebay.errors import NotFound
 from forebay.progress import byte_counter
 from forebay.types import Checkpoint, Level, Pressure, Shard, Status, TierStatus, WaitProgress
 
+_STANDING = ("held", "away", "denied", "full")  # a tier takes nothing then
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
@@ -22,8 +24,8 @@ def register(app: typer.Typer) -> None:
 
 
 def list_(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN", help="List its checkpoints.", show_default=False)] = None,
-    step: Annotated[int | None, typer.Argument(metavar="[STEP]]", min=0, help="List its shards.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="List its checkpoints.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Argument(metavar="STEP", min=0, help="List its shards.", show_default=False)] = None,
     json: Json = False,
 ) -> int:
     """List runs, a run's checkpoints, or a checkpoint's shards.
@@ -81,7 +83,7 @@ def _list_shards(gateway: Client, run: str, step: int, json: bool) -> None:
 def info(
     run: RunName,
     step: StepNumber,
-    shard: Annotated[str | None, typer.Argument(metavar="[SHARD]", help="One shard only.", show_default=False)] = None,
+    shard: Annotated[str | None, typer.Argument(metavar="SHARD", help="One shard only.", show_default=False)] = None,
     json: Json = False,
 ) -> int:
     """Say all about a checkpoint, or about one of its shards.
@@ -164,12 +166,17 @@ def _say_status(found: Status) -> None:
                 size_text(tier.pending_bytes),
                 str(tier.pending_copies),
                 "-" if tier.oldest_pending_s is None else duration_text(tier.oldest_pending_s),
-                f"{size_text(tier.drain_bytes_per_s)}/s",
+                _pace(tier),
                 tier.reason,
             )
             for tier in found.tiers
         ]
         table(("TIER", "STATE", "WAITING", "SHARDS", "OLDEST", "DRAINS AT", ""), rows, numeric=(2, 3, 4, 5))
+
+
+def _pace(tier: TierStatus) -> str:
+    """How fast it drains. The rate of one that stands still is only the memory of what went before."""
+    return tier.state if tier.state in _STANDING else f"{size_text(tier.drain_bytes_per_s)}/s"
 
 
 def _at_risk(found: Status) -> str:
@@ -196,14 +203,16 @@ def _out_in(pressure: Pressure, tiers: tuple[TierStatus, ...]) -> str:
     waiting = [tier for tier in tiers if tier.pending_copies]
     if not waiting:
         return "nothing is waiting"
-    known = {backlog.tier: backlog.eta_s for backlog in pressure.tiers}
-    return ", ".join(f"{tier.name}: {duration_text(known.get(tier.name))}" for tier in waiting)
+    known = {backlog.tier: duration_text(backlog.eta_s) for backlog in pressure.tiers}
+    return ", ".join(
+        f"{tier.name}: {tier.state if tier.state in _STANDING else known.get(tier.name, 'unknown')}" for tier in waiting
+    )
 
 
 def wait(
     run: RunName,
     step: StepNumber,
-    level: Annotated[str, typer.Argument(metavar="[LEVEL]", help="cache, a tier's name, or all.")] = "all",
+    level: Annotated[str, typer.Argument(metavar="LEVEL", help="cache, a tier's name, or all.")] = "all",
     timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Exit 8 after these.")] = None,
     json: Json = False,
 ) -> int:

@@ -21,6 +21,8 @@ import grpc
 from forebay_wire.v1 import gateway_pb2, gateway_pb2_grpc
 
 FOREBAY = Path(sys.executable).parent / "forebay"
+# gRPC's own pauses between two tries to connect, 1 s, 1.6 s, 2.6 s and so on, would be taken for the gateway's.
+_TRY_OFTEN = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")]
 _SETTINGS = ("FOREBAY_NODE_", "FOREBAY_CACHE_", "FOREBAY_TIER_", "FOREBAY_FAILPOINTS")
 
 
@@ -91,7 +93,7 @@ class GatewayProcess:
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Until it answers; raises with the end of its log when it ends before that."""
         deadline_s = time.monotonic() + timeout_s
-        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+        with grpc.insecure_channel(f"unix:{self.socket}", options=_TRY_OFTEN) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
             while True:
                 try:

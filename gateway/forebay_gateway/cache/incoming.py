@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # What posix_fallocate says where the file system has no such thing: space is then only promised by admission.
 _NO_FALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+RANGES_MAX = 16 << 10  # of written bytes that are looked at; what is written in a sensible order has a few
 
 
 class IncomingFile:
@@ -37,6 +38,7 @@ class IncomingFile:
         self._key = key
         self._file: io.FileIO | None = None
         self._made = self._renamed = False  # there may be a file of ours under `path`; it is in data/
+        self._shows_holes = False  # the file system tells what was written from what was only allocated
         self.path = cache.incoming_path(key.shard_id)  # whatever name the file has now
 
     @property
@@ -57,6 +59,7 @@ class IncomingFile:
             if length is not None:
                 failpoints.hit("create.before_allocate")
                 self._allocate(length)
+                self._shows_holes = _next(self.descriptor, 0, os.SEEK_DATA) is None
 
     def _open(self, flags: int) -> None:
         direct = os.O_DIRECT if self._cache.direct_io else 0
@@ -132,6 +135,21 @@ class IncomingFile:
                 raise InvalidArgument("the shard's file has a length that it was not given", length=found, expected=length)
             return size == 0 or os.lseek(descriptor, 0, os.SEEK_HOLE) >= size
 
+    def written_bytes(self, size: int) -> int | None:
+        """How many of the first `size` bytes were written, None where the file system does not tell. Of what lies in more than
+        RANGES_MAX pieces the first count."""
+        if not self._shows_holes:
+            return None
+        with disk_errors("look at the shard's file", self.path), self._reading() as descriptor:
+            total = end = 0
+            for _ in range(RANGES_MAX):
+                begin = _next(descriptor, end, os.SEEK_DATA)
+                if begin is None or begin >= size:
+                    break
+                end = min(size, _next(descriptor, begin, os.SEEK_HOLE) or size)
+                total += end - begin
+            return total
+
     def has_writer(self) -> bool:
         """Whether anybody may still change the file: it is open for writing, mapped so, or on its way in a socket. The kernel
         grants a read lease (fcntl(2), F_SETLEASE) only where nobody may; where it has no leases nobody knows: True."""
@@ -159,3 +177,13 @@ class IncomingFile:
         """Open for writing again, after close()."""
         with disk_errors("open the shard's file", self.path):
             self._open(0)
+
+
+def _next(descriptor: int, offset: int, what: int) -> int | None:
+    """Where the next data, or the next hole, begins; None where there is none."""
+    try:
+        return os.lseek(descriptor, offset, what)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise

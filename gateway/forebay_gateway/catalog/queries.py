@@ -3,7 +3,7 @@
 Owns look-ups, scans and sums. Does not own when a snapshot begins and ends (env), and changes nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from forebay_gateway.catalog import schema
 from forebay_gateway.catalog.schema import CatalogDamaged, Database, Databases, TierNumbers, Transaction
@@ -223,6 +223,11 @@ class ReadTxn:
         for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer), start):
             yield self._indexed_shard(schema.shard_of_part_shard_key(key), "part_shards", key)
 
+    def shard_ids(self, session_id: int, writer: int) -> list[int]:
+        """Of one writer's files, ascending."""
+        entries = self._scan(self._db.part_shards, schema.part_key(session_id, writer))
+        return [schema.shard_of_part_shard_key(key).shard_id for key, _ in entries]
+
     def unsettled(self) -> list[ShardRow]:
         """Shards that are EVICTING or QUARANTINED."""
         return [self._indexed_shard(schema.shard_of_key(key), "unsettled", key) for key, _ in self._scan(self._db.unsettled)]
@@ -275,6 +280,23 @@ class ReadTxn:
     def copies(self, key: ShardKey) -> dict[str, CopyRow]:
         """The shard's copies by tier name."""
         return {self._tiers.name(tier): row for tier, row in self._copy_rows(key)}
+
+    def copies_of(self, keys: Iterable[ShardKey]) -> list[dict[str, CopyRow]]:
+        """The copies of each of these shards, as copies()."""
+        if self._ended:
+            raise RuntimeError(self._ended)
+        name = self._tiers.name
+        found = []
+        with self._txn.cursor(self._db.copies) as cursor:  # one for all: opening it costs more than the look-up
+            for key in keys:
+                prefix = schema.shard_key(key)
+                rows = {}
+                there = cursor.set_range(prefix)
+                while there and (at := cursor.key()).startswith(prefix):
+                    rows[name(schema.copy_of_key(at)[1])] = schema.COPY.decode(cursor.value())
+                    there = cursor.next()
+                found.append(rows)
+        return found
 
     def _copy_rows(self, key: ShardKey) -> list[tuple[int, CopyRow]]:
         found = self._scan(self._db.copies, schema.shard_key(key))

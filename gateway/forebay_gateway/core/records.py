@@ -20,8 +20,9 @@ class ShardKey(NamedTuple):
     shard_id: int
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all rows."""
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all rows. They refer to nothing that could refer back, so the garbage collector need not go through them: with a
+    hundred thousand in memory one pass would hold the event loop for a tenth of a second."""
 
 
 class PublishState(StrEnum):
@@ -46,7 +47,7 @@ class Origin(StrEnum):
     TIER = "tier"  # adopted from a manifest on a tier, to be restored here
 
 
-class CheckpointRow(Row, frozen=True, array_like=True):
+class CheckpointRow(Row, frozen=True, array_like=True, gc=False):
     """A (run, step): its sessions in the order in which they were opened here."""
 
     run: str
@@ -56,7 +57,7 @@ class CheckpointRow(Row, frozen=True, array_like=True):
     deleting: bool = False
 
 
-class SessionRow(Row, frozen=True, array_like=True):
+class SessionRow(Row, frozen=True, array_like=True, gc=False):
     """One session of one checkpoint."""
 
     id: int
@@ -77,7 +78,7 @@ class SessionRow(Row, frozen=True, array_like=True):
         return bool(self.publish) and all(state is PublishState.SUPERSEDED for state in self.publish.values())
 
 
-class PartRow(Row, frozen=True, array_like=True):
+class PartRow(Row, frozen=True, array_like=True, gc=False):
     """One writer's part on this node."""
 
     session_id: int
@@ -109,7 +110,7 @@ class PartRow(Row, frozen=True, array_like=True):
         return self.state is PartState.COMMITTED and self.commit_seq == 0
 
 
-class ShardRow(Row, frozen=True, array_like=True):
+class ShardRow(Row, frozen=True, array_like=True, gc=False):
     """One shard, or a pack of them. Chunk CRC table and index are kept apart (they are long and rarely needed)."""
 
     session_id: int
@@ -150,7 +151,7 @@ class ShardRow(Row, frozen=True, array_like=True):
         return self.state in (ShardState.SEALED, ShardState.EVICTABLE)
 
 
-class NamedShard(NamedTuple):
+class NamedShard(msgspec.Struct, frozen=True, gc=False):
     """A shard as its writer put it: a file of its own, or `packed` in the one that `row` stands for."""
 
     row: ShardRow
@@ -177,7 +178,7 @@ class NamedShard(NamedTuple):
         return self.row.writer
 
 
-class CopyRow(Row, frozen=True, array_like=True):
+class CopyRow(Row, frozen=True, array_like=True, gc=False):
     """One shard on one tier."""
 
     state: CopyState
@@ -186,7 +187,7 @@ class CopyRow(Row, frozen=True, array_like=True):
     tag: str = ""  # the tier's version of the object
 
 
-class UploadRow(Row, frozen=True, array_like=True):
+class UploadRow(Row, frozen=True, array_like=True, gc=False):
     """A multipart upload (or temporary file) that was begun; recorded before its first part."""
 
     key: str

@@ -49,7 +49,7 @@ from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Sou
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.readback import check_size
-from forebay_gateway.tiers.s3.multipart import part_size
+from forebay_gateway.tiers.s3.parts import part_size
 from forebay_wire.manifest import unpack_chunk_crcs
 
 log = logging.getLogger("forebay.mover")

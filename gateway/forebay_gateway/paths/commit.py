@@ -12,6 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
@@ -19,7 +21,7 @@ from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete,
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
 from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node
-from forebay_gateway.paths.pages import SHARDS_A_PAGE, all_shards, inside
+from forebay_gateway.paths.pages import all_shards, inside, let_go, page_of
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PackEntry, PartRecord, ShardEntry
@@ -33,9 +35,8 @@ METADATA_DEPTH_MAX = 100  # every reader of the manifest recurses
 NAMES_SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A shard that the writer means to have put."""
+class Expected(msgspec.Struct, frozen=True, gc=False):
+    """A shard that the writer means to have put. There may be very many: see core/records.Row."""
 
     name: str
     size: int
@@ -90,6 +91,7 @@ class CommitPath:
                 if await self._joiner.join(session_id, part):
                     landed = await all_shards(self._node, session_id, part.writer)
                 await self._make_durable(part, session_id, landed, metadata_json)
+            await let_go(there, landed)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell(session_id)
         with self._node.catalog.read() as txn:
@@ -115,11 +117,11 @@ class CommitPath:
     async def _make_durable(self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str) -> None:
         document = await part_document(self._node, part, landed, metadata_json)
         commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
-        shard_ids = sorted(row.shard_id for row in landed)
+        shard_ids = [row.shard_id for row in landed]
         failpoints.hit("commit.before_part_file")
 
         def act(txn: WriteTxn) -> None:
-            if sorted(row.shard_id for row in txn.shards(session_id, part.writer)) != shard_ids:
+            if txn.shard_ids(session_id, part.writer) != shard_ids:
                 raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
             txn.commit_part(session_id, part.writer, metadata_json, self._node.tier_names, commit_seq)
 
@@ -274,11 +276,15 @@ async def part_document(node: Node, part: PartRef, rows: Sequence[ShardRow], met
 async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
     """Its content. Raises NotFound where a shard went meanwhile."""
     tables: dict[ShardKey, tuple[bytes, PackIndex | None]] = {}
-    for begin in range(0, len(rows), SHARDS_A_PAGE):
+    left, ended = iter(rows), False
+    while not ended:
         with node.catalog.read() as txn:
-            tables.update(_tables(txn, rows[begin : begin + SHARDS_A_PAGE]))
+            found, ended = page_of(node.clock, ((row.key, _table(txn, row)) for row in left))
+        tables.update(found)
         await asyncio.sleep(0)
-    return await node.aside(document_bytes(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
+    record = await node.aside(document_bytes(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
+    await let_go(tables)
+    return record
 
 
 def document_bytes(rows: Sequence[ShardRow]) -> int:
@@ -292,7 +298,11 @@ def part_record(txn: ReadTxn, node_id: str, part: PartRef, rows: Sequence[ShardR
 
 
 def _tables(txn: ReadTxn, rows: Sequence[ShardRow]) -> dict[ShardKey, tuple[bytes, PackIndex | None]]:
-    return {row.key: (txn.chunks(row.key), txn.pack_index(row.key) if row.is_pack else None) for row in rows}
+    return {row.key: _table(txn, row) for row in rows}
+
+
+def _table(txn: ReadTxn, row: ShardRow) -> tuple[bytes, PackIndex | None]:
+    return txn.chunks(row.key), txn.pack_index(row.key) if row.is_pack else None
 
 
 def _record(

@@ -20,6 +20,7 @@ from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.small import PACK_BYTES_MAX, PACK_SHARDS_MAX, SmallShard, Written, new_pack
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.packs import PackIndex
@@ -38,8 +39,7 @@ class Joiner:
 
     async def join(self, session_id: int, part: PartRef) -> bool:
         """What can be joined; whether anything was. Never raises for what stands in the way: the part is as good as before."""
-        with self._node.catalog.read() as txn:
-            rows = [row for row in txn.shards(session_id, part.writer) if row.is_pack and row.is_cached]
+        rows = [row for row in await all_shards(self._node, session_id, part.writer) if row.is_pack and row.is_cached]
         small = [row for row in rows if row.size < JOIN_BELOW_BYTES]
         if len(small) < self._joined_from:
             return False

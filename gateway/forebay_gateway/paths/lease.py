@@ -29,12 +29,12 @@ from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.reader import ShardReader
 from forebay_gateway.cache.writer import SealedFile, ShardWriter, footer_of
-from forebay_gateway.core.errors import Corrupt, InvalidArgument, PermissionDenied, Unavailable, Unsupported
+from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import ShardItem
 from forebay_gateway.paths.evict import Evictor
-from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.read import ReadPath, is_worth_fetching
 from forebay_gateway.paths.write import Admission, Existing, PartRef, Receipt, WritePath, identity, shard_row
 from forebay_wire.checksums import crc32c_of_chunks
@@ -47,6 +47,7 @@ log = logging.getLogger("forebay.lease")
 IDLE_S_MAX = 10.0  # a connection that has opened no lease
 TOKEN_S_MAX = 10.0  # a token that was not traded
 LOST_RETRY_S = 1.0
+LOOK_S_MIN = 0.5  # between two looks at how far a file is
 # A descriptor that its holder closes at the end of a system call may be counted a moment longer.
 GRACE_PAUSES_S = (0.001, 0.005, 0.02, 0.05, 0.1)
 
@@ -102,8 +103,12 @@ class Leases:
         self._peers[peer.ticket] = peer
         peer.allow(IDLE_S_MAX)
 
-    def heard(self, peer: Peer) -> None:
-        """The client goes on."""
+    async def heard(self, peer: Peer) -> None:
+        """The client says that it goes on. One that writes is believed as far as its file bears it out."""
+        if peer.lease is not None and not peer.lease.ending and await peer.lease.goes_on():
+            self._allow(peer)
+
+    def _allow(self, peer: Peer) -> None:
         if peer.lease is not None and not peer.lease.ending:
             peer.allow(self.node.config.node.stream_timeout)
 
@@ -129,7 +134,7 @@ class Leases:
         if peer.lease is not None:
             peer.lease.handed()
             failpoints.hit("lease.handed")
-        self.heard(peer)
+        self._allow(peer)
 
     @contextlib.contextmanager
     def _opening(self, ticket: bytes) -> "Iterator[Peer]":
@@ -231,6 +236,8 @@ class WriteLease:
         self._sealing: asyncio.Future[Sealed] | None = None
         self._durable = False  # under its name in data/
         self._ended = False
+        self._seen_bytes = 0  # written, when that was last enough to go on
+        self._looked_s = float("-inf")
         self.chunk_size = self._node.config.cache.chunk_size
         self.file = IncomingFile(self._node.cache, admitted.key)
         self.id = secrets.token_bytes(SECRET_BYTES)
@@ -252,6 +259,28 @@ class WriteLease:
         """It was."""
         self.file.close()
 
+    async def goes_on(self) -> bool:
+        """Whether a chunk more, or the rest, was written since this was last true; where the file system does not tell: True.
+
+        As on the stream lane: words, or single bytes, must not hold space for ever.
+        """
+        now_s = self._node.clock.monotonic()
+        if now_s - self._looked_s < min(LOOK_S_MIN, self._node.config.node.stream_timeout / 8):
+            return False
+        self._looked_s = now_s
+        try:
+            written = await self._node.io.run(self.file.written_bytes, self._size)
+        except ForebayError as error:  # it is gone: the lease ended meanwhile
+            log.info("cannot look how far a shard is name=%s error=%s", self._name, error)
+            return False
+        if written is None:
+            return True
+        left = self._size - self._seen_bytes
+        if not left or written - self._seen_bytes < min(self.chunk_size, left):
+            return False
+        self._seen_bytes = written
+        return True
+
     async def seal(self, size: int, crc: int, chunks: bytes) -> Sealed:
         """See Leases.seal. From here on a client that goes away changes nothing."""
         if self.ending:
@@ -270,7 +299,7 @@ class WriteLease:
 
     async def _seal(self, size: int, crc: int, chunks: bytes) -> Sealed:
         try:
-            self._check(size, crc, chunks)
+            await self._node.aside(SHARD_BYTES * (len(chunks) // 4), lambda: self._check(size, crc, chunks))
             with self._node.disk_refusals_shown():
                 whole = await self._node.io.run(self.file.check_written, size, disk_size(size, self.chunk_size))
                 copied = not whole or not await self._is_quiet()
@@ -398,6 +427,10 @@ class ReadLease:
         """To be handed to the client."""
         assert self._descriptor is not None
         return self._descriptor
+
+    async def goes_on(self) -> bool:
+        """Its client's word is all there is: a read leaves no trace."""
+        return True
 
     def open(self, path: Path, direct_io: bool) -> None:
         """Blocking. A file that is not as it should be is for the stream lane, which quarantines it and goes on elsewhere."""

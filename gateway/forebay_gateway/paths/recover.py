@@ -7,6 +7,7 @@
 Owns the repairs and their order. Reads file names and sizes only; a footer is read for files that the catalog does not know.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -53,7 +54,7 @@ TELLING_KINDS = frozenset({"not_found", "corrupt", "invalid_argument", "unsuppor
 JUDGEMENTS = (Corrupt, InvalidArgument, AlreadyExists, NotFound)
 CHECKS_A_JOB = 128
 CHECK_PAUSE_S = 0.05
-LOOKS_A_READ = 4096  # queue entries in one read, which holds up the event loop
+LOOKS_A_READ = 500  # queue entries in one read, which holds up the event loop; each costs four look-ups
 
 
 async def recover(node: Node) -> set[int]:
@@ -391,6 +392,7 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
             await node.movers.drain(tier.name, job, _CheckReports(node, tier, items))
         if after is None:
             return
+        await asyncio.sleep(0)
 
 
 def _begun(node: Node, tier: MonitoredTier, after: PendingCopy | None) -> tuple[list[ShardItem], PendingCopy | None]:

@@ -65,12 +65,14 @@ class Retention:
         """Delete a checkpoint everywhere; refuses pinned ones, and ones that no tier holds unless `force`."""
         row = await self._known(run, step)
         if row.pinned:
-            raise InvalidArgument("the checkpoint is pinned; unpin it first", run=run, step=step)
+            raise InvalidArgument(
+                "the checkpoint is pinned, and force does not change that; unpin it first", run=run, step=step
+            )
         sessions, shards = await self._content(row)
         safe = any(state is not PublishState.PENDING for session in sessions for state in session.publish.values())
         if not safe and not force and not row.deleting:
             raise InvalidArgument(
-                "no tier holds this checkpoint yet, so its only copy would go; delete with force to do it all the same",
+                "no tier holds this checkpoint yet, so its only copy would go; with --force (force=True) it goes all the same",
                 run=run,
                 step=step,
             )

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,7 +25,8 @@ from forebay_gateway.cache.writer import ShardWriter
 from forebay_gateway.core.errors import Corrupt, InvalidArgument
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey, ShardRow
-from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.node import SHARD_BYTES, Node
+from forebay_gateway.paths.pages import page_of
 from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath, identity, shard_row
 from forebay_wire.checksums import crc32c
 from forebay_wire.packs import PackIndex, pack_name
@@ -36,6 +37,8 @@ PACK_SHARDS_MIN = 64  # fewer, in a request and in its part so far, stay plain f
 PACK_BYTES_MAX = 32 << 20  # it is fetched, joined and proved as a whole
 PACK_SHARDS_MAX = 16 << 10  # its names enter the catalog in one transaction
 WRITES_AT_ONCE = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +74,33 @@ class SmallPath:
 
     async def put(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group."""
-        names = Counter(self._writes.checked_name(part, shard.name) for shard in shards)
+        names = Counter(shard.name for shard in shards)
         if len(names) != len(shards):
             raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
-        for shard in shards:
-            if crc32c(shard.data) != shard.crc32c:
-                raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
+        await self._in_pages(self._checked(part, shard) for shard in shards)
         with self._node.disk_refusals_shown():
             session_id = await self._writes.open_part(part)
-            fresh = [shard for shard in shards if not self._same_already(session_id, part, shard)]
+            known = await self._in_pages(self._same_already(session_id, part, shard) for shard in shards)
+            fresh = [shard for shard, same in zip(shards, known, strict=True) if not same]
             if fresh:
                 # Shielded: a client that goes away must not cut the group between its files and the catalog.
                 await uncut(self._write_group(session_id, part, fresh))
         return [Receipt(*shard.facts) for shard in shards]
+
+    async def _in_pages(self, looks: Iterator[T]) -> list[T]:
+        """All that it gives; a request of many shards must not hold the event loop."""
+        found: list[T] = []
+        ended = False
+        while not ended:
+            some, ended = page_of(self._node.clock, looks)
+            found += some
+            await asyncio.sleep(0)
+        return found
+
+    def _checked(self, part: PartRef, shard: SmallShard) -> str:
+        if crc32c(shard.data) != shard.crc32c:
+            raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
+        return self._writes.checked_name(part, shard.name)
 
     def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
         existing = self._writes.existing(session_id, part, shard.name)
@@ -96,8 +113,8 @@ class SmallPath:
         chunk_size = self._node.config.cache.chunk_size
         packs, plain = self._split(session_id, part, shards)
         with contextlib.ExitStack() as claims:
-            for shard in shards:
-                claims.enter_context(self._writes.claim(session_id, part, shard.name))
+            claim = self._writes.claim
+            await self._in_pages(claims.enter_context(claim(session_id, part, shard.name)) for shard in shards)
             sizes = [disk_size(len(shard.data), chunk_size) for shard in plain]
             sizes += [disk_size(pack_size(shard.facts for shard in pack), PACK_CHUNK_SIZE) for pack in packs]
             reservation = await self._writes.reserve(sum(sizes))
@@ -193,7 +210,7 @@ def check_group(count: int) -> None:
 
 async def new_pack(node: Node, key: ShardKey, part: PartRef, shards: Sequence[SmallShard]) -> Written:
     """One pack of these, durable under its name. Raises as write_pack(); no file is left then."""
-    index = PackIndex.laid_out(shard.facts for shard in shards)
+    index = await node.aside(SHARD_BYTES * len(shards), lambda: PackIndex.laid_out(shard.facts for shard in shards))
     name = pack_name(part.writer, secrets.token_hex(8))
     bodies = [(shard.crc32c, shard.data) for shard in shards]
     sealed = await write_pack(node.cache, node.io, key, identity(part, name), index, bodies)

@@ -7,13 +7,14 @@ tiers before.
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.errors import MissingPart
-from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState, SessionRow, ShardRow
-from forebay_gateway.paths.node import Node
+from forebay_gateway.core.errors import MissingPart, NotFound
+from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState, SessionRow
+from forebay_gateway.paths.node import SHARD_BYTES, Node
+from forebay_gateway.paths.pages import all_shards, inside_of
 from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
-from forebay_wire.packs import PackIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,25 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
     return views
 
 
-def listed(txn: ReadTxn, session: SessionRow) -> Iterator[NamedShard]:
-    """All shards of the session by name, those in packs among the others. Outlives the snapshot; holds indexes, not names."""
-    rows = list(txn.shards(session.id))
-    plain = sorted((NamedShard(row) for row in rows if not row.is_pack), key=_name_of)
-    packs = [_inside(row, txn.pack_index(row.key)) for row in rows if row.is_pack]
+async def listed(node: Node, session: SessionRow) -> Iterator[NamedShard]:
+    """All shards of the session by name, those in packs among the others. Holds rows and indexes, and no snapshot. Raises
+    NotFound where packs of an open part are joined again and again."""
+    for last in (False, False, True):
+        rows = await all_shards(node, session.id)
+        try:
+            packs = [_begun(inside_of(node, row)) for row in rows if row.is_pack]
+            break
+        except NotFound:  # joined since the look at its row
+            if last:
+                raise
+    plain = [NamedShard(row) for row in rows if not row.is_pack]
+    await node.aside(SHARD_BYTES * len(plain), lambda: plain.sort(key=_name_of))
     return heapq.merge(plain, *packs, key=_name_of)
 
 
-def _inside(row: ShardRow, index: PackIndex) -> Iterator[NamedShard]:
-    return (NamedShard(row, packed) for packed in index)
+def _begun(shards: Iterator[NamedShard]) -> Iterator[NamedShard]:
+    """With its first step taken, which looks up the index."""
+    return chain([next(shards)], shards)
 
 
 def _name_of(shard: NamedShard) -> str:

@@ -25,6 +25,11 @@ def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
     return is_whole(session, txn.session_sums(session.id).committed)
 
 
+def has_all_parts(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether this catalog has the rows of every writer's shards, wherever their bytes are."""
+    return txn.session_sums(session.id).committed >= session.writers
+
+
 def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether every shard of every writer is in this node's cache."""
     sums = txn.session_sums(session.id)

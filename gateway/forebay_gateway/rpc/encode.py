@@ -94,6 +94,6 @@ def pressure(node: Node) -> pb.Pressure:
         backlog = message.tiers.add(tier=tier.name, pending_bytes=size, drain_bytes_per_s=rate)
         if not size:
             backlog.eta_s = 0.0
-        elif rate > 0:
+        elif rate > 0 and tier.usable and not tier.held:  # else it is the memory of what went before
             backlog.eta_s = size / rate
     return message

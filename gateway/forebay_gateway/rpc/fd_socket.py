@@ -103,7 +103,7 @@ class FdSocket:
         token = b""
         while data := await loop.sock_recv(connection, _READ_BYTES):
             if len(token) == SECRET_BYTES:
-                self._leases.heard(peer)
+                await self._leases.heard(peer)
                 continue
             token += data
             if len(token) < SECRET_BYTES:

@@ -9,20 +9,21 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from forebay_gateway.core.errors import Corrupt, DeadlineExceeded, Incomplete, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.records import SessionRow
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.pages import SHARDS_A_PAGE
+from forebay_gateway.paths.pages import SHARDS_A_PAGE, let_go, page_of
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
 from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
+from forebay_gateway.paths.wholeness import has_all_parts, is_complete
 from forebay_gateway.paths.write import Existing, Incoming, WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.receiving import Receiving
@@ -152,6 +153,7 @@ class GatewayService:
                 await asyncio.sleep(0)
             request = await _next_message(requests, deadline_s)
         done = await self._paths.commit.commit(part, expected, metadata_json)
+        await let_go(expected)
         return pb.CommitPartResponse(
             level="cache", checkpoint_complete=done.complete_at_cache, pressure=encode.pressure(self._node)
         )
@@ -254,16 +256,29 @@ class GatewayService:
     async def ListShards(self, request: pb.ListShardsRequest, context: Context) -> AsyncGenerator[pb.ListShardsResponse, None]:
         """See gateway.proto."""
         self._check_run(request.run)
-        found = await self._view(request.run, request.step)
+        shown = self._whole_session(request)
+        if shown is None:  # the tiers are asked
+            shown = (await self._view(request.run, request.step)).session
         with self._node.catalog.read() as txn:
-            session = txn.find_session(request.run, request.step, request.session) if request.session else found.session
+            session = txn.find_session(request.run, request.step, request.session) if request.session else shown
             if session is None:
                 raise NotFound(f"no session {request.session!r} of this step is known here")
-            shards = listed(txn, session)
-        while page := list(islice(shards, SHARDS_A_PAGE)):
+        shards = await listed(self._node, session)
+        while page := page_of(self._node.clock, shards)[0]:
+            keys = list(dict.fromkeys(shard.row.key for shard in page))  # of many shards in one pack, one
             with self._node.catalog.read() as txn:
-                copies = {shard.row.key: txn.copies(shard.row.key) for shard in page}
+                copies = dict(zip(keys, txn.copies_of(keys), strict=True))
             yield pb.ListShardsResponse(shards=[encode.shard(shard, copies[shard.row.key]) for shard in page])
+
+    def _whole_session(self, request: pb.ListShardsRequest) -> SessionRow | None:
+        """The session that is asked for, where all of it is known here: then no tier has to be asked."""
+        with self._node.catalog.read() as txn:
+            checkpoint = txn.checkpoint(request.run, request.step)
+            if not request.session or checkpoint is None or checkpoint.deleting:
+                return None
+            session = txn.find_session(request.run, request.step, request.session)
+            whole = session is not None and is_complete(txn, session) and has_all_parts(txn, session)
+            return session if whole else None
 
     @streams
     async def ListCheckpoints(

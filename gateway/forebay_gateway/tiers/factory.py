@@ -14,8 +14,6 @@ from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.metered import MeteredTier, TierMeter
 from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.s3.client import S3Settings
-from forebay_gateway.tiers.s3.tier import S3Tier
 from forebay_gateway.tiers.throttled import ThrottledTier
 
 
@@ -48,12 +46,16 @@ def _bare(config: TierConfig, clock: Clock, owner: str, known_root: str | None) 
             path = Path(config.path)
             return PosixTier(config.name, path, concurrency=config.concurrency, clock=clock, owner=owner, known_id=known_root)
         case "s3":
-            return S3Tier(config.name, _s3_settings(config), clock=clock, owner=owner)
+            return _s3_tier(config, clock, owner)
     raise InvalidArgument("no such kind of tier", tier=config.name, kind=config.kind)
 
 
-def _s3_settings(config: TierConfig) -> S3Settings:
-    return S3Settings(
+def _s3_tier(config: TierConfig, clock: Clock, owner: str) -> Tier:
+    # Here: its client library is half of what a gateway imports, which one without an object store need not wait for.
+    from forebay_gateway.tiers.s3.client import S3Settings
+    from forebay_gateway.tiers.s3.tier import S3Tier
+
+    settings = S3Settings(
         bucket=config.bucket,
         prefix=config.prefix,
         endpoint=config.endpoint,
@@ -63,3 +65,4 @@ def _s3_settings(config: TierConfig) -> S3Settings:
         part_size=config.part_size,
         concurrency=config.concurrency,
     )
+    return S3Tier(config.name, settings, clock=clock, owner=owner)

@@ -146,8 +146,9 @@ class GatewayServicer:
         that names the ticket opens one lease for that connection and answers with a token. The client sends the token (32 bytes)
         over the connection, once, and gets a length (2 bytes, big-endian): 0 comes with the file's descriptor (SCM_RIGHTS),
         another is followed by that many bytes of an ErrorDetail, and the end. From then on each byte sent means that the client
-        goes on; one is due every progress_s. The end of the connection ends the lease: a file that is not sealed is gone. A client
-        that shuts its side down gets the end of the stream once that has happened.
+        goes on; one is due every progress_s, and that of a writer counts where a chunk more is in the file. The end of the
+        connection ends the lease: a file that is not sealed is gone. A client that shuts its side down gets the end of the stream
+        once that has happened.
         OpenShard: space is reserved and the file made, before the answer. The client writes whole blocks, the last one padded,
         closes the descriptor, and calls SealShard; UNIMPLEMENTED (kind "unsupported") means: use PutShard.
         """

@@ -11,6 +11,7 @@ from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.wholeness import sessions_of
 
@@ -44,8 +45,7 @@ class Space:
         for session in sessions:
             count, freed = await self._evictor.evict_session(session.id)
             shards, size = shards + count, size + freed
-        with self._node.catalog.read() as txn:
-            left = [row for session in sessions for row in txn.shards(session.id) if row.disk_size]
+        left = [row for session in sessions for row in await all_shards(self._node, session.id) if row.disk_size]
         dirty = sum(row.visible_count for row in left if row.state is ShardState.SEALED)
         bad = sum(row.visible_count for row in left if row.state is ShardState.QUARANTINED)
         count = sum(row.visible_count for row in left)
@@ -57,8 +57,7 @@ class Space:
     async def warm_up(self, run: str, step: int) -> Moved:
         """Fetch what is not in the cache. Raises NotFound, Unavailable where nothing could be fetched."""
         session = (await self._finder.complete(run, step)).session
-        with self._node.catalog.read() as txn:
-            rows = [row for row in txn.shards(session.id) if not row.is_cached]
+        rows = [row for row in await all_shards(self._node, session.id) if not row.is_cached]
         shards = size = 0
         for row in rows:
             with self._node.catalog.read() as txn:

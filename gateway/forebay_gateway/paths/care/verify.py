@@ -20,6 +20,7 @@ from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -58,8 +59,7 @@ class Verifier:
             tiers = [self._node.tier(source)]
         session = (await self._finder.complete(run, step)).session
         await self._finder.learn_copies(session, [tier for tier in tiers if tier.usable])
-        with self._node.catalog.read() as txn:
-            rows = sorted(txn.shards(session.id), key=lambda row: row.name)
+        rows = sorted(await all_shards(self._node, session.id), key=lambda row: row.name)
         if source in ("", "all", "cache"):
             for row in rows:
                 yield await self._cached(session, row)

@@ -21,12 +21,10 @@ from forebay_gateway.tiers.s3.body import Body
 from forebay_gateway.tiers.s3.client import S3Client
 from forebay_gateway.tiers.s3.errors import code_of
 from forebay_gateway.tiers.s3.limit import AdaptiveLimit
+from forebay_gateway.tiers.s3.parts import part_size
 from forebay_gateway.tiers.window import Window
 from forebay_wire.checksums import crc32c_of_chunks
 
-MIN_PART_BYTES = 5 << 20
-MAX_PARTS = 10_000
-PART_BYTES = 16 << 20
 # All parts of one transfer that are in memory at a time, where a single part is not larger already.
 MEMORY_BYTES = 64 << 20
 
@@ -35,12 +33,6 @@ _COMPLETE_POLICY = RetryPolicy(attempts=5, first_s=0.5, cap_s=5.0, total_s=120.0
 _ABORT_TIMEOUT_S = 15.0
 # Repeating one request of the upload cannot help; the whole put begins anew.
 _HOPELESS = frozenset({"NoSuchUpload", "InvalidPart", "InvalidPartOrder"})
-
-
-def part_size(size: int, chunk_size: int, wished: int | None) -> int:
-    """Bytes in each part but the last: whole chunks, at least 5 MiB, and at most 10,000 parts in all."""
-    least = max(wished or PART_BYTES, MIN_PART_BYTES, -(-size // MAX_PARTS))
-    return -(-least // chunk_size) * chunk_size
 
 
 def encode_crc(crc: int) -> str:

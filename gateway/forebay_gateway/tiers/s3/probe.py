@@ -14,7 +14,8 @@ from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.s3.body import Body
 from forebay_gateway.tiers.s3.client import S3Client
 from forebay_gateway.tiers.s3.errors import clock_skew_s
-from forebay_gateway.tiers.s3.multipart import MAX_PARTS, MIN_PART_BYTES, abort, encode_crc, full_object_crc, sweep_uploads
+from forebay_gateway.tiers.s3.multipart import abort, encode_crc, full_object_crc, sweep_uploads
+from forebay_gateway.tiers.s3.parts import MAX_PARTS, MIN_PART_BYTES
 from forebay_wire.checksums import crc32c
 
 # In Capabilities.notes where the store refuses a single put whose CRC32C is wrong.

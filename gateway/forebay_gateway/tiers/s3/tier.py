@@ -33,10 +33,10 @@ from forebay_gateway.tiers.s3.multipart import (
     check_echo,
     encode_crc,
     full_object_crc,
-    part_size,
     sweep_uploads,
     uploads_below,
 )
+from forebay_gateway.tiers.s3.parts import part_size
 from forebay_gateway.tiers.s3.probe import PUT_CHECKSUM, probe
 from forebay_wire.checksums import crc32c
 
