@@ -16,6 +16,7 @@ import pytest
 import forebay_gateway
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, Bench, Job, delete, movers_died, until
 from forebay import Client
+from soak.form import every, some
 
 SOURCE = Path(forebay_gateway.__file__).parent
 SIZES = {"weights/a.bin": LARGE, "b": MIDDLE, "c": SMALL, "d": SMALL - 1, "empty": 0}
@@ -32,10 +33,10 @@ def failpoints() -> list[str]:
 FRESH = ["durable.before_fsync", "durable.before_rename", "durable.before_dir_fsync", "durable.before_link"]
 # Of points that lie on several ways, later passes too: a tier's documents, then part files.
 LATER = [f"durable.before_fsync={count}" for count in (5, 6, 7)]
-CHAIN = [f"{name}=1" for name in failpoints() if name != "durable.before_link"] + LATER
+CHAIN = every([f"{name}=1" for name in failpoints() if name != "durable.before_link"] + LATER, 2)
 LINKS = 10  # of one chain: they share one gateway's disk
 # These lie in the writer, and in a fetch it is a mover that passes them.
-FETCH = [name for name in failpoints() if name.startswith(("create.", "write.", "seal."))]
+FETCH = every([name for name in failpoints() if name.startswith(("create.", "write.", "seal."))], 3)
 
 
 def test_the_source_is_read() -> None:
@@ -127,7 +128,7 @@ def test_a_kill_at_any_failpoint_loses_nothing(bench: Bench, first: int) -> None
     bench.check_settled(life.finish())
 
 
-@pytest.mark.parametrize("name", FRESH)
+@pytest.mark.parametrize("name", some(FRESH, "durable.before_fsync", "durable.before_link"))
 def test_a_kill_at_the_very_first_start_is_forgotten(bench: Bench, name: str) -> None:
     bench.gateway.start(failpoints=f"{name}=kill", ready=False)
     assert bench.gateway.wait_exit() == -9

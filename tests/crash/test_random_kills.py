@@ -1,6 +1,6 @@
 """SIGKILL at random moments of a loaded gateway, again and again, and every promise looked at afterwards.
 
-Several threads save, restore and delete while two tiers drain and a small cache evicts. FOREBAY_CRASH_ROUNDS (default 5) says
+Several threads save, restore and delete while two tiers drain and a small cache evicts. FOREBAY_CRASH_ROUNDS (default 4) says
 how often the gateway is killed, FOREBAY_CRASH_SEED repeats a run's choices; the seed is printed.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from crash.kit import Bench
 from crash.load import Load
 
-ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "4"))
 
 
 @pytest.mark.timeout(120 + 30 * ROUNDS)

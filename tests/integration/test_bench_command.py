@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import forebay
 from forebay.demo.gateways import FOREBAY, GatewayProcess
 from integration.conftest import MakeGateway
 from integration.kit import eventually, files_below
+from soak.form import some
 
 SMALL_RUN = ("--size", "6MiB", "--rounds", "2", "--small", "20", "--json")
 
@@ -77,8 +79,14 @@ def test_a_bad_size_is_a_usage_error(make: MakeGateway, size: str) -> None:
         assert gateway.cli("bench", "--size", size, check=False).returncode == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["saving", "saved"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    some(
+        list(product((signal.SIGINT, signal.SIGTERM), ("saving", "saved"))),
+        (signal.SIGINT, "saving"),
+        (signal.SIGTERM, "saved"),
+    ),
+)
 def test_an_interrupt_leaves_nothing(make: MakeGateway, root: Path, number: signal.Signals, moment: str) -> None:
     size = "200MiB" if moment == "saving" else "6MiB"
     command = [str(FOREBAY), "--address", "", "bench", "--size", size, "--rounds", "500"]

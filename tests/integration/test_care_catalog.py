@@ -13,6 +13,7 @@ import forebay
 from forebay.demo.gateways import GatewayProcess
 from integration.conftest import MakeGateway
 from integration.kit import SMALL_CHUNKS, Job, assert_clear_line, assert_refused, cache_files, eventually, flip_byte
+from soak.form import some
 
 NAME = "rank0/model.bin"
 
@@ -72,7 +73,7 @@ def half_of(job: Job) -> Job:
     return Job(run=job.run, step=8, writers=2)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some(DAMAGES, cut_off, deleted, flipped_rows))
 def test_it_is_rebuilt_by_itself(
     gateway: GatewayProcess, job: Job, damage: Callable[[GatewayProcess], None], tmp_path: Path
 ) -> None:
@@ -96,7 +97,7 @@ def test_it_is_rebuilt_by_itself(
     assert not [alarm for alarm in gateway.status()["alarms"] if "rebuilt" in alarm["what"]]
 
 
-@pytest.mark.parametrize("damage", [cut_off, all_deleted, flipped_rows])
+@pytest.mark.parametrize("damage", some([cut_off, all_deleted, flipped_rows], all_deleted))
 def test_it_is_asked_for(
     make: MakeGateway, gateway: GatewayProcess, job: Job, damage: Callable[[GatewayProcess], None], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import forebay
 from forebay.demo.gateways import FOREBAY, GatewayProcess
 from integration.conftest import MakeGateway
 from integration.kit import SMALL_CHUNKS, Job, assert_refused, cache_file_of, cache_files, eventually, flip_byte
+from soak.form import some
 
 NAME = "rank0/model.bin"
 ASK = f'{SMALL_CHUNKS}\nrepair = "ask"'
@@ -249,16 +251,22 @@ def test_a_rebuild_that_is_interrupted_before_it_began_changed_nothing(lost: tup
     assert not list(gateway.cache.glob("catalog.damaged-*"))
 
 
-@pytest.mark.parametrize(
-    "failpoint",
-    [
-        "durable.before_rename=kill",
-        "catalog.before_commit=1*kill",
-        "catalog.after_commit=2*kill",
-        "catalog.after_commit=4*kill",
-    ],
+MOMENTS = (
+    "durable.before_rename=kill",
+    "catalog.before_commit=1*kill",
+    "catalog.after_commit=2*kill",
+    "catalog.after_commit=4*kill",
 )
-@pytest.mark.parametrize("by", ["the command", "a start"])
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "by"),
+    some(
+        list(product(MOMENTS, ("the command", "a start"))),
+        ("durable.before_rename=kill", "a start"),
+        ("catalog.after_commit=2*kill", "the command"),
+    ),
+)
 def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_path: Path, failpoint: str, by: str) -> None:
     gateway, job = lost
     with failing(gateway, failpoint):
