@@ -190,6 +190,27 @@ class ReadTxn:
             raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
         return NamedShard(row, packed) if packed.name == name else None
 
+    def packed(self, session_id: int, names: Iterable[str]) -> Iterator[NamedShard]:
+        """Those of the named shards that lie in packs. Each pack's index is taken in once."""
+        packs: dict[int, tuple[ShardRow, PackIndex] | None] = {}
+        for name in names:
+            data = self._get(self._db.names, schema.name_key(session_id, name))
+            shard_id, ordinal = (0, None) if data is None else schema.named_of_value(data)
+            if ordinal is None:
+                continue
+            if shard_id not in packs:
+                row = self.shard(ShardKey(session_id, shard_id))
+                packs[shard_id] = None if row is None else (row, self.pack_index(row.key))
+            if (pack := packs[shard_id]) is None:
+                continue
+            row, index = pack
+            try:
+                shard = index[ordinal]
+            except PackError as error:
+                raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
+            if shard.name == name:
+                yield NamedShard(row, shard)
+
     def pack_index(self, key: ShardKey) -> PackIndex:
         """What lies where in a pack. Raises NotFound."""
         data = self._get(self._db.packs, schema.shard_key(key))
