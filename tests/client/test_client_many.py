@@ -72,7 +72,9 @@ def test_stored_damage_is_named_after_the_others(memory: MemoryGateway, reader: 
         assert data == SHARDS[name]
 
 
-def test_an_answer_that_nobody_asked_for(memory: MemoryGateway, reader: forebay.Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_nobody_asked_for(
+    memory: MemoryGateway, reader: forebay.Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = memory._store.find_shards
 
     def others(request):  # type: ignore[no-untyped-def]
@@ -93,18 +95,25 @@ def test_a_restore_takes_small_ones_together(memory: MemoryGateway, reader: fore
     assert {name: (tmp_path / "out" / name).read_bytes() for name in SHARDS | LARGE} == SHARDS | LARGE
 
 
-def test_a_full_disk_ends_the_stream(memory: MemoryGateway, reader: forebay.Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_stream(
+    memory: MemoryGateway, reader: forebay.Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("forebay.directories.os.pwrite", full)
-    with Client(memory.address, progress=False) as client, pytest.raises(forebay.ForebayError, match=r"restoring 'd/.*No space"):
+    with (
+        Client(memory.address, progress=False) as client,
+        pytest.raises(forebay.ForebayError, match=r"restoring 'd/.*No space l"),
+    ):
         client.restore_dir("r", 1, tmp_path / "out")
     assert list((tmp_path / "out").rglob("*")) == []
     assert memory.calls.count("ReadShard") == 0
 
 
-def test_names_are_asked_for_in_bounded_requests(memory: MemoryGateway, reader: forebay.Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_asked_for_in_bounded_requests(
+    memory: MemoryGateway, reader: forebay.Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(many, "NAMES_MAX", 15)
     assert dict(reader.read_many(SHARDS)) == SHARDS
     assert memory.calls.count("ReadMany") == 3

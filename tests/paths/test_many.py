@@ -93,7 +93,7 @@ async def test_shards_of_packs_come_together(lane: str, tmp_path: Path, monkeypa
 @pytest.mark.expected_logs
 @pytest.mark.parametrize("lane", ["stream", "fd"])
 async def test_damage_costs_the_shards_it_hit(lane: str, tmp_path: Path) -> None:
-    """No other copy is there: its neighbours come, also once the pack is quarantined, and the error names the one that is bad."""
+    """No other copy is there: its neighbours come, also once the pack is quarantined, and the error names it."""
     async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
         await client.hold()
         await save(client)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import BLOCK, ShardIdentity, align
-from forebay_gateway.cache.io import Buffer, IoPool, disk_errors, read_blocks
+from forebay_gateway.cache.io import IoPool, disk_errors, read_blocks
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.core.errors import Corrupt
@@ -94,9 +94,10 @@ class PackReader:
     async def read(self, shards: Sequence[PackedShard]) -> list[tuple[PackedShard, bytes]]:
         """Those of these neighbours, which come by offset, whose bytes are good; read at once. Raises Unavailable."""
         begin = shards[0].offset // BLOCK * BLOCK
-        buffer = await self._pool.acquire(max(shard.offset + shard.size for shard in shards) - begin, keep_free=self._pool.reserved)
+        length = align(max(shard.offset + shard.size for shard in shards) - begin)
+        buffer = await self._pool.acquire(length, keep_free=self._pool.reserved)
         try:
-            return await self._pool.run(self._read_blocking, buffer, begin, shards)
+            return await self._pool.run(self._read_blocking, buffer.view[:length], begin, shards)
         finally:
             self._pool.release(buffer)
 
@@ -111,15 +112,14 @@ class PackReader:
             failpoints.hit("read.before_open")
             self._descriptor = os.open(self._path, self._flags)
 
-    def _read_blocking(self, buffer: Buffer, begin: int, shards: Sequence[PackedShard]) -> list[tuple[PackedShard, bytes]]:
-        end = max(shard.offset + shard.size for shard in shards)
+    def _read_blocking(self, block: memoryview, begin: int, shards: Sequence[PackedShard]) -> list[tuple[PackedShard, bytes]]:
         with disk_errors("read a pack", self._shown):
             failpoints.hit("read.before_chunk")
-            count = read_blocks(self._descriptor, buffer.view[: align(end - begin)], begin)
+            count = read_blocks(self._descriptor, block, begin)
         good = []
         for shard in shards:
             at = shard.offset - begin
-            data = bytes(buffer.view[at : min(at + shard.size, count)])
+            data = bytes(block[at : min(at + shard.size, count)])
             if len(data) == shard.size and crc32c(data) == shard.crc32c:
                 good.append((shard, data))
         return good

@@ -45,9 +45,7 @@ class ManyPath:
         self._reads = reads
         self._evictor = evictor
 
-    async def read(
-        self, run: str, step: int, session: str, names: Sequence[str], source: str
-    ) -> AsyncGenerator[Group, None]:
+    async def read(self, run: str, step: int, session: str, names: Sequence[str], source: str) -> AsyncGenerator[Group, None]:
         """Those of the shards that packs in the cache give, as they lie there. `source` is "auto" or "cache".
 
         Raises InvalidArgument, NotFound, Incomplete, Unavailable.
