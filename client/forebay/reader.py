@@ -23,6 +23,7 @@ from forebay.sources import view_of
 from forebay.types import Checkpoint, Shard
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.frames import ChunkFrame
+from forebay_wire.memory import copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
 _log = logging.getLogger("forebay")
@@ -93,7 +94,7 @@ class Reader:
         shard = self.shard(name)
         self._checked_length(shard, offset, view.nbytes)
         for at, chunk in self._into(fd_read.MemorySink(view, offset), shard, offset, offset + view.nbytes, None):
-            view[at - offset : at - offset + chunk.nbytes] = chunk
+            copy(view[at - offset :], chunk)
         return view.nbytes
 
     def write_to(self, name: str, descriptor: int, on_bytes: OnBytes | None = None) -> None:
