@@ -70,7 +70,7 @@ class ManyPath:
         for begin in range(0, len(wanted), SHARDS_A_PAGE):
             with self._node.catalog.read() as txn:
                 for row, shard in txn.packed(session.id, wanted[begin : begin + SHARDS_A_PAGE]):
-                    if shard is not None and shard.size < SMALL_BYTES and shard.offset + shard.size <= row.size:
+                    if shard.size < SMALL_BYTES and shard.offset + shard.size <= row.size:
                         packs.setdefault(row.shard_id, _Pack(row)).shards.append(shard)
             await asyncio.sleep(0)
         return list(packs.values())
