@@ -217,16 +217,20 @@ class MemoryStore:
 
     def find_shard(self, request: pb.ReadShardRequest) -> Stored:
         """A shard of a complete checkpoint, from the source asked for."""
+        try:
+            return self.find_shards(request)[request.name]
+        except KeyError:
+            raise NotFound(f"{request.run}/{request.step} has no shard {request.name!r}") from None
+
+    def find_shards(self, request: pb.ReadShardRequest | pb.ReadManyRequest) -> dict[str, Stored]:
+        """All shards of a complete checkpoint, by name, from the source asked for."""
         saved = self.checkpoint(request.run, request.step)
         if not saved.complete:
             raise Incomplete(f"{request.run}/{request.step} is incomplete", missing=saved.shown().missing())
         if request.source not in ("", "auto", "cache", *saved.drained):
             raise NotFound(f"{request.run}/{request.step} is not on {request.source!r}")
         session = saved.sessions.get(request.session or saved.complete)
-        for _, name, shard in session.shards() if session else ():
-            if name == request.name:
-                return shard
-        raise NotFound(f"{request.run}/{request.step} has no shard {request.name!r}")
+        return {name: shard for _, name, shard in session.shards()} if session else {}
 
     def describe(self, run: str, step: int) -> pb.Checkpoint:
         """A checkpoint as it is shown."""

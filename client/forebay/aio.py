@@ -5,7 +5,7 @@ under way. Does not own anything about the verbs themselves.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -276,6 +276,17 @@ class AsyncReader:
     async def readinto(self, name: str, buffer: Any, offset: int = 0) -> int:
         """As Reader.readinto. The buffer is not touched any more once this has returned or raised, cancelled too."""
         return await self._threads.run(self._reader.readinto, name, buffer, offset)
+
+    async def read_many(self, names: Iterable[str] | None = None) -> AsyncIterator[tuple[str, bytes]]:
+        """As Reader.read_many."""
+        scope = cancel.Scope()
+        groups = await self._threads.run_in(scope, partial(self._reader.read_groups, names))
+        try:
+            while (group := await self._threads.run_in(scope, partial(next, groups, None))) is not None:
+                for item in group:
+                    yield item
+        finally:
+            cast("Generator[list[tuple[str, bytes]], None, None]", groups).close()  # ends its RPC
 
     async def stream(self, name: str, offset: int = 0, length: int | None = None) -> AsyncIterator[memoryview]:
         """As Reader.stream."""

@@ -9,10 +9,11 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -94,8 +95,9 @@ def put_files(writer: CheckpointWriter, files: dict[str, tuple[Path, int]], stre
 
 
 def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams: int) -> None:
-    """Do `act` for every item, `streams` at a time. The first failure ends the others and is raised."""
-    queue = iter(list(items))
+    """Do `act` for every item, `streams` at a time; an item is taken when a stream is free for it. The first failure ends the
+    others and is raised."""
+    queue = iter(items)
     lock = threading.Lock()
     scope = Scope()
 
@@ -239,22 +241,43 @@ class Streams(Protocol):
         """The shard's bytes, each checked before, into an open file from its beginning."""
         ...
 
+    def packed(self, shards: Iterable[Shard]) -> Generator[list[tuple[Shard, bytes]], None, None]:
+        """Those of the shards that come many at a time, checked."""
+        ...
+
 
 def restore_files(reader: Streams, target: Target, shards: Iterable[Shard], streams: int, on_bytes: OnBytes) -> None:
     """Write shards into the target under temporary names. Raises the first failure, naming the shard."""
-    shards = list(shards)
-    _check_distinct({shard.name for shard in shards})
+    left = {shard.name: shard for shard in shards}
+    _check_distinct(set(left))
 
-    def restore(shard: Shard) -> None:
+    def write(shard: Shard, fill: Callable[[int], None]) -> None:
         try:
             check_shard_name(shard.name)  # a listing is not to be trusted with paths
-            target.write(shard, lambda descriptor: reader.write_to(shard.name, descriptor, on_bytes))
+            target.write(shard, fill)
         except ForebayError as error:
             raise error.extended(f"(restoring {shard.name!r})") from error.__cause__
         except (OSError, InvalidName) as error:
             raise ForebayError(f"restoring {shard.name!r} failed: {error}") from error
 
-    in_parallel(restore, shards, streams)
+    def restore_group(group: list[tuple[Shard, bytes]]) -> None:
+        for shard, data in group:
+            write(shard, partial(_write_all, data))
+            del left[shard.name]
+        on_bytes(sum(shard.size for shard, _ in group))
+
+    def restore(shard: Shard) -> None:
+        write(shard, lambda descriptor: reader.write_to(shard.name, descriptor, on_bytes))
+
+    with contextlib.closing(reader.packed(list(left.values()))) as groups:
+        in_parallel(restore_group, groups, streams)
+    in_parallel(restore, list(left.values()), streams)
+
+
+def _write_all(data: bytes, descriptor: int) -> None:
+    view, at = memoryview(data), 0
+    while at < len(view):
+        at += os.pwrite(descriptor, view[at:], at)
 
 
 def _check_distinct(names: set[str]) -> None:

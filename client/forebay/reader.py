@@ -9,20 +9,21 @@ import contextlib
 import io
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from forebay import cancel
 from forebay.connection import Connection
 from forebay.convert import record
 from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
-from forebay.lanes import fd_read, stream
+from forebay.lanes import fd_read, many, stream
 from forebay.lanes.fd import FD_BYTES_MIN, NotOffered
 from forebay.lanes.stream import OnBytes
 from forebay.sources import view_of
 from forebay.types import Checkpoint, Shard
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.frames import ChunkFrame
+from forebay_wire.memory import copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
 _log = logging.getLogger("forebay")
@@ -93,7 +94,7 @@ class Reader:
         shard = self.shard(name)
         self._checked_length(shard, offset, view.nbytes)
         for at, chunk in self._into(fd_read.MemorySink(view, offset), shard, offset, offset + view.nbytes, None):
-            view[at - offset : at - offset + chunk.nbytes] = chunk
+            copy(view[at - offset :], chunk)
         return view.nbytes
 
     def write_to(self, name: str, descriptor: int, on_bytes: OnBytes | None = None) -> None:
@@ -102,6 +103,54 @@ class Reader:
         sink = fd_read.FileSink(descriptor)
         for at, chunk in self._into(sink, shard, 0, shard.size, on_bytes):
             sink.put(at, chunk)
+
+    def read_many(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, bytes]]:
+        """Whole shards, those named or all: (name, bytes), each once, in any order; `dict(reader.read_many())` has all at once.
+
+        Small shards travel together and come first, some thousands a request; a few MiB of them are held at a time. Raises as
+        read(), for the first shard that cannot be had; what was handed out before is good.
+        """
+        return (item for items in self.read_groups(names) for item in items)
+
+    def read_groups(self, names: Iterable[str] | None = None) -> Iterator[list[tuple[str, bytes]]]:
+        """As read_many(), in lists of as many as came together: about 1 MiB, or one larger shard."""
+        wanted = {name: self.shard(name) for name in (self.names() if names is None else names)}
+        return self._groups(wanted)
+
+    def _groups(self, left: dict[str, Shard]) -> Iterator[list[tuple[str, bytes]]]:
+        with contextlib.closing(self.packed(left.values())) as groups:
+            for group in groups:
+                for shard, _ in group:
+                    del left[shard.name]
+                yield [(shard.name, data) for shard, data in group]
+        for name in left:
+            yield [(name, self.read(name))]
+
+    def packed(self, shards: Iterable[Shard]) -> Generator[many.Group, None, None]:
+        """Those of the shards that come together, out of packs in the gateway's cache, checked; each other one is for read().
+
+        Raises NotFound, Unavailable.
+        """
+        small = {shard.name: shard for shard in shards if shard.size < many.SIZE_MAX}
+        if len(small) < many.SHARDS_MIN or self._source not in ("auto", "cache"):
+            return
+        attempts = self._connection.policy.begin()
+        for batch in many.batches(small):
+            left = dict.fromkeys(batch)
+            while left:
+                cancel.check()
+                try:
+                    for group in many.read_many(self._connection, self._many_request(left), small):
+                        for shard, _ in group:
+                            del left[shard.name]
+                        attempts.progressed()
+                        yield group
+                    break  # what has not come lies elsewhere
+                except Unsupported as error:
+                    _log.debug("reading one by one: %s", error)
+                    return
+                except ForebayError as error:
+                    attempts.pause(error)
 
     def stream(self, name: str, offset: int = 0, length: int | None = None) -> Iterator[memoryview]:
         """The range as checked chunks, in order; holds one chunk at a time. Raises as read()."""
@@ -224,6 +273,15 @@ class Reader:
                 mismatch_at = at
             except ForebayError as error:
                 attempts.pause(error)
+
+    def _many_request(self, names: Iterable[str]) -> pb.ReadManyRequest:
+        return pb.ReadManyRequest(
+            run=self.checkpoint.run,
+            step=self.checkpoint.step,
+            session=self.checkpoint.session,
+            names=names,
+            source=self._source,
+        )
 
     def _request(self, name: str, offset: int, length: int) -> pb.ReadShardRequest:
         return pb.ReadShardRequest(

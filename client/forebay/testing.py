@@ -117,9 +117,10 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
         """Answer the next `times` calls of an RPC (such as "PutShard") with `error`, after `after` messages of its stream."""
         self.faults.append(Fault(method, error, times, after))
 
-    def damage(self, *, times: int = 1, after: int = 0) -> None:
-        """Flip a bit of a chunk on its way to a reader, in the next `times` reads, after `after` chunks."""
-        self.faults.append(Fault("ReadShard", None, times, after, damage=True))
+    def damage(self, *, times: int = 1, after: int = 0, method: str = "ReadShard") -> None:
+        """Flip a bit of a chunk on its way to a reader, in the next `times` reads, after `after` chunks; with "ReadMany" of a
+        small shard, after as many."""
+        self.faults.append(Fault(method, None, times, after, damage=True))
 
     def damage_stored(self, run: str, step: int, name: str) -> None:
         """Flip a bit of a stored shard, as a bad disk would."""
@@ -217,6 +218,20 @@ class MemoryGateway(gateway_pb2_grpc.GatewayServicer, admin_pb2_grpc.AdminServic
                 if fault is not None and fault.damage and fault.after == count:
                     data = bytes((data[0] ^ 1,)) + data[1:]
                 yield pb.ReadShardResponse(chunk=pb.Chunk(offset=offset, crc32c=crc, data=data))
+
+    def ReadMany(self, request: pb.ReadManyRequest, context: Any) -> Iterator[pb.ReadManyResponse]:
+        """As the .proto says; all small shards are as if in packs."""
+        with _answering(context):
+            fault = self._begin("ReadMany")
+            with self._store.changed:
+                stored = self._store.find_shards(request)
+            small = [name for name in request.names if name in stored and len(stored[name].data) < 1 << 20]
+            for count, name in enumerate(name for name in small if crc32c(stored[name].data) == stored[name].crc32c):
+                _raise_due(fault, count)
+                data = stored[name].data
+                if fault is not None and fault.damage and fault.after == count:
+                    data = bytes((data[0] ^ 1,)) + data[1:]
+                yield pb.ReadManyResponse(shards=[pb.SmallShard(name=name, crc32c=stored[name].crc32c, data=data)])
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.Checkpoint:
         """As the .proto says."""

@@ -45,6 +45,7 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.handover import found_mark, leave_mark, leave_token
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.lease import Leases
+from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
@@ -137,7 +138,8 @@ class Gateway:
         reads = ReadPath(node, finder, evictor)
         leases = Leases(node, writes, reads, evictor)
         self._fd_socket = FdSocket(leases, SOCKET_MODE)
-        paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, Waiter(node, finder), retention, leases)
+        many = ManyPath(node, reads, evictor)
+        paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, many, Waiter(node, finder), retention, leases)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         for tier in node.tiers.values():

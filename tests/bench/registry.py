@@ -42,6 +42,7 @@ MEASUREMENTS = (
     _known(save.against_juicefs, "save-juicefs"),
     _known(save.against_dcp, "save-dcp"),
     _known(small.put_many, "small-shards"),
+    _known(small.read_many, "small-restore"),
     _known(restore.over_fd, "restore-fd"),
     _known(restore.over_stream, "restore-stream", "restore-stream-cpu"),
     _known(drain.to_posix, "drain-posix"),

@@ -68,6 +68,7 @@ SPECS = (
     Spec("save-juicefs", "durable save", "JuiceFS --writeback, dd conv=fsync", at_least(5)),
     Spec("save-dcp", "durable save", "torch DCP FileSystemWriter", at_least(1.5)),
     Spec("small-shards", "10,000 shards of 4 KiB, durable", "create + write + fsync each", at_least(5)),
+    Spec("small-restore", "10,000 shards of 4 KiB, restored", "open + read each", None),
     Spec("restore-fd", "restore from cache, fd lane, cold", FIO_READ, at_least(0.90)),
     Spec("restore-stream", "restore from cache, stream lane", BARE_DOWN, at_least(0.85)),
     Spec("restore-stream-cpu", "its CPU a GB, client + gateway", BARE_DOWN, None),

@@ -179,7 +179,8 @@ def test_real_rows_in_small(tmp_path: Path) -> None:
     assert {"date", "processor", "memory", "kernel", "file_system", "python", "grpcio"} <= set(found["machine"])
     assert found["job"]["size"] == 8 << 20 and found["job"]["cold"] in ("drop_caches", "posix_fadvise")
     rows = {row["name"]: row for row in found["rows"]}
-    wanted = {"save-stream", "save-stream-cpu", "small-shards", "restore-stream", "restore-stream-cpu", "drain-posix"}
+    wanted = {"save-stream", "save-stream-cpu", "small-shards", "small-restore", "drain-posix"}
+    wanted |= {"restore-stream", "restore-stream-cpu"}
     assert set(rows) == wanted | {"save-fd", "save-fd-unaligned"}
     for name in wanted:
         assert rows[name]["value"] > 0 and rows[name]["detail"] and rows[name]["samples"]["ratio"], rows[name]

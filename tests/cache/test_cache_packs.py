@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from cache.disk import KEY, Rig, some_bytes
 from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import disk_size, find_footer
-from forebay_gateway.cache.packs import PACK_CHUNK_SIZE, assembled, pack_size, read_index, write_pack
+from forebay_gateway.cache.packs import PACK_CHUNK_SIZE, PackReader, assembled, pack_size, read_index, write_pack
 from forebay_gateway.core.errors import Corrupt, DiskFull, Unavailable
 from forebay_gateway.movers.jobs import Identity
 from forebay_wire.checksums import crc32c
-from forebay_wire.packs import PackIndex, encode_head, pack_name
+from forebay_wire.packs import PackedShard, PackIndex, encode_head, pack_name
 
 IDENTITY = Identity("team/run", 7, "session-1", 3, 8, pack_name(3, "0123456789abcdef"))
 Body = tuple[int, memoryview]
@@ -62,6 +62,36 @@ async def test_a_disk_that_fails_leaves_nothing(rig: Rig, point: str) -> None:
         with failpoints.armed(f"{point}=error:{error}"), pytest.raises(kind):
             await write_pack(rig.cache, rig.pool, KEY, IDENTITY, index, bodies)
         rig.assert_nothing_left()
+
+
+async def test_each_shard_is_proved_alone(rig: Rig) -> None:
+    """Whatever is damaged or cut off, its neighbours are as good as before."""
+    content = shards(100, 0, 5000, 70_000, 3)
+    index, bodies = parts(content)
+    await write_pack(rig.cache, rig.pool, KEY, IDENTITY, index, bodies)
+    path = rig.cache.shard_path(KEY)
+    places = sorted(index, key=lambda shard: shard.offset)
+    assert await _read(rig, places) == content
+    assert await _read(rig, places[2:4]) == dict(list(content.items())[2:4])
+    with path.open("r+b") as file:
+        file.seek(places[2].offset + 4999)
+        file.write(bytes((content["s/002"][4999] ^ 1,)))
+    assert await _read(rig, places) == {name: data for name, data in content.items() if name != "s/002"}
+    os.truncate(path, places[3].offset + 69_999)
+    assert set(await _read(rig, places)) == {"s/000", "s/001"}
+    path.unlink()
+    with pytest.raises(Unavailable):
+        await _read(rig, places)
+    assert rig.pool.free_buffers == rig.pool.buffers
+
+
+async def _read(rig: Rig, places: list[PackedShard]) -> dict[str, bytes]:
+    reader = PackReader(rig.cache, rig.pool, rig.cache.shard_path(KEY))
+    try:
+        await reader.open()
+        return {shard.name: data for shard, data in await reader.read(places)}
+    finally:
+        await reader.close()
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20), st.sampled_from([16, 64, 100]))

@@ -355,6 +355,20 @@ COMPARISONS = (
         ("tests/paths/test_packed.py",),
     ),
     Mutation(
+        "packs: CRC of each shard of many",
+        f"{GATEWAY}/cache/packs.py",
+        "if len(data) == shard.size and crc32c(data) == shard.crc32c:",
+        "if True:",
+        ("tests/cache/test_cache_packs.py",),
+    ),
+    Mutation(
+        "client: CRC of each shard of many",
+        "client/forebay/lanes/many.py",
+        "if len(data) == shard.size and crc32c(data) == shard.crc32c:",
+        "if True:",
+        ("tests/client/test_client_many.py",),
+    ),
+    Mutation(
         "packs: the catalog's index against the pack's own",
         f"{GATEWAY}/paths/care/proof.py",
         "if found != index:",

@@ -27,7 +27,6 @@ REQUESTS_IN_FLIGHT = 3
 
 # Messages made before gRPC asks for them: while one travels, the next is read, checksummed and framed.
 MESSAGES_AHEAD = 2
-READ_AHEAD_ABOVE_BYTES = 4 << 20  # a shorter read has about one message: a thread for it would cost more than it saves
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
@@ -308,9 +307,8 @@ def read_shard(connection: Connection, request: pb.ReadShardRequest) -> Iterator
     at, end = request.offset, request.offset + request.length
     call = connection.start(lambda stubs: stubs.read_shard, request, doing)
     with cancel.watching(call):
-        received = _Received(call) if request.length > READ_AHEAD_ABOVE_BYTES else None
         try:
-            for message in call if received is None else received.messages():
+            for message in call:
                 frame = frames.decode_read_response(message)
                 if frame.offset != at or at + frame.data.nbytes > end:
                     raise ChunkMismatch(f"{doing}: bytes {frame.offset} to {frame.offset + frame.data.nbytes} came at {at}")
@@ -322,39 +320,5 @@ def read_shard(connection: Connection, request: pb.ReadShardRequest) -> Iterator
             raise ChunkMismatch(f"{doing}: {error}") from error
         except grpc.RpcError as error:
             raise connection.translate(error, doing) from error
-        finally:
-            if received is not None:
-                received.stop()
     if at != end:
         raise Unavailable(f"{doing}: the stream ended at byte {at} of {end}")
-
-
-class _Received:
-    """The messages of a read, received while the ones before are checked and copied."""
-
-    def __init__(self, call: Iterator[bytes]) -> None:
-        self._call = call
-        self._error: Exception | None = None
-        self._stopped = False
-        self._ahead: Ahead[bytes] = Ahead(self._receive, MESSAGES_AHEAD)
-
-    def _receive(self) -> bytes | None:
-        if self._stopped:
-            return None
-        try:
-            return next(self._call, None)
-        except Exception as error:  # noqa: BLE001 - handed to the reader's thread, which raises it
-            self._error = error
-            return None
-
-    def messages(self) -> Iterator[bytes]:
-        """All of them; raises what receiving raised."""
-        while (message := self._ahead.next()) is not None:
-            yield message
-        if self._error is not None:
-            raise self._error
-
-    def stop(self) -> None:
-        """No more are wanted; the call is cancelled by its owner."""
-        self._stopped = True
-        self._ahead.hurry()

@@ -25,7 +25,7 @@ from forebay_gateway.core.records import (
     UploadRow,
 )
 from forebay_gateway.core.states import CopyState, ShardState
-from forebay_wire.packs import PackError, PackIndex
+from forebay_wire.packs import PackedShard, PackError, PackIndex
 
 # What start-up looks at, whatever else there is.
 UNSETTLED = frozenset({ShardState.EVICTING, ShardState.QUARANTINED})
@@ -189,6 +189,27 @@ class ReadTxn:
         except PackError as error:
             raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
         return NamedShard(row, packed) if packed.name == name else None
+
+    def packed(self, session_id: int, names: Iterable[str]) -> Iterator[tuple[ShardRow, PackedShard]]:
+        """Those of the named shards that lie in packs: (pack, place in it). Each pack's index is taken in once."""
+        packs: dict[int, tuple[ShardRow, PackIndex] | None] = {}
+        for name in names:
+            data = self._get(self._db.names, schema.name_key(session_id, name))
+            shard_id, ordinal = (0, None) if data is None else schema.named_of_value(data)
+            if ordinal is None:
+                continue
+            if shard_id not in packs:
+                row = self.shard(ShardKey(session_id, shard_id))
+                packs[shard_id] = None if row is None else (row, self.pack_index(row.key))
+            if (pack := packs[shard_id]) is None:
+                continue
+            row, index = pack
+            try:
+                shard = index[ordinal]
+            except PackError as error:
+                raise CatalogDamaged(f"a pack's index cannot be read ({error})", pack=row.name) from error
+            if shard.name == name:
+                yield row, shard
 
     def pack_index(self, key: ShardKey) -> PackIndex:
         """What lies where in a pack. Raises NotFound."""

@@ -102,7 +102,7 @@ class ReadPath:
         self, row: ShardRow, packed: PackedShard, session: SessionRow, offset: int, end: int, source: str
     ) -> Piece:
         """A shard in a pack is small: it is read whole, so that its own checksum too is proved before a byte of it goes out."""
-        self._note_asked(row.key)
+        self.note_asked(row.key, 1)
         stream = _Stream(self, row, self.item(session, row), session, packed.offset, packed.offset + packed.size, packed.name)
         whole = bytearray()
         async with aclosing(stream.pieces(source)) as pieces:
@@ -114,10 +114,11 @@ class ReadPath:
         data = memoryview(whole)[offset:end]
         return Piece(offset, crc32c(data), data, memoryview(whole))
 
-    def _note_asked(self, key: ShardKey) -> None:
+    def note_asked(self, key: ShardKey, count: int) -> None:
+        """So many shards of this pack were asked for."""
         if len(self._asked) >= ASKED_PACKS_MAX and key not in self._asked:
             self._asked.clear()
-        self._asked[key] += 1
+        self._asked[key] += count
 
     def asked_often(self, key: ShardKey) -> bool:
         """Whether so many shards of this pack were asked for that it is better fetched whole; then counted anew."""
@@ -128,6 +129,15 @@ class ReadPath:
 
     async def locate(self, run: str, step: int, session: str, name: str) -> tuple[NamedShard, SessionRow]:
         """The shard of a complete session ("": of the one that is complete); raises NotFound, Incomplete, Unavailable."""
+        found = await self.session(run, step, session)
+        with self._node.catalog.read() as txn:
+            shard = txn.named(found.id, name)
+        if shard is None:
+            raise NotFound(f"the checkpoint has no shard {name!r}", run=run, step=step)
+        return shard, found
+
+    async def session(self, run: str, step: int, session: str) -> SessionRow:
+        """The complete session of that name ("": the one that is complete); raises NotFound, Incomplete, Unavailable."""
         found: SessionRow | None = None
         if session:
             with self._node.catalog.read() as txn:
@@ -139,11 +149,7 @@ class ReadPath:
             found = (await self._finder.complete(run, step)).session
             if session and found.session != session:
                 raise NotFound(f"session {session!r} of this step is not complete", run=run, step=step)
-        with self._node.catalog.read() as txn:
-            shard = txn.named(found.id, name)
-        if shard is None:
-            raise NotFound(f"the checkpoint has no shard {name!r}", run=run, step=step)
-        return shard, found
+        return found
 
     def item(self, session: SessionRow, row: ShardRow) -> ShardItem:
         """The shard with its checksums."""

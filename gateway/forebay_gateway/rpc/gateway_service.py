@@ -16,6 +16,7 @@ from forebay_gateway.core.records import SessionRow
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.lease import Leases
+from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import SHARDS_A_PAGE, let_go, page_of
 from forebay_gateway.paths.read import ReadPath
@@ -49,6 +50,7 @@ class Paths:
     commit: CommitPath
     find: Finder
     read: ReadPath
+    many: ManyPath
     wait: Waiter
     retain: Retention
     leases: Leases
@@ -208,6 +210,17 @@ class GatewayService:
                 message = encode_read_chunk(piece.offset, piece.crc32c, piece.data)
                 piece.release()  # the buffer serves others while the client takes its time
                 yield message
+
+    @streams
+    async def ReadMany(self, request: pb.ReadManyRequest, context: Context) -> AsyncGenerator[pb.ReadManyResponse, None]:
+        """See gateway.proto."""
+        self._check_run(request.run)
+        groups = self._paths.many.read(request.run, request.step, request.session, request.names, request.source)
+        async with aclosing(groups):
+            async for group in groups:
+                yield pb.ReadManyResponse(
+                    shards=[pb.SmallShard(name=shard.name, crc32c=shard.crc32c, data=data) for shard, data in group]
+                )
 
     @answers
     async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:

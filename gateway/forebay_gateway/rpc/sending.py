@@ -27,27 +27,13 @@ class Sending:
         self._bytes = 0
         self._freed = asyncio.Condition()
 
-    async def send(self, context: Context, message: Any, stalled: "list[int]") -> None:
-        """Hand one message to the client. What it leaves unread is added to `stalled`; give that to release() when the call is
-        over. Raises DeadlineExceeded once nothing was read for the timeout, Unavailable where others leave no memory."""
-        size = len(message) if isinstance(message, bytes) else message.ByteSize()
-        await self._reserve(size)
-        stalled.append(size)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await context.write(message)
-        except TimeoutError:
-            raise DeadlineExceeded("the client does not read what it asked for", unread_s=self._timeout_s) from None
-        await self.release(stalled)
+    @property
+    def plenty(self) -> bool:
+        """Whether unread messages take so little that calls may make one more ahead."""
+        return 4 * self._bytes < self._bytes_max
 
-    async def release(self, stalled: "list[int]") -> None:
-        """The client has read, or has gone."""
-        self._bytes -= sum(stalled)
-        stalled.clear()
-        async with self._freed:
-            self._freed.notify_all()
-
-    async def _reserve(self, size: int) -> None:
+    async def reserve(self, size: int) -> None:
+        """Count a message of so many bytes; waits until there is room. Raises Unavailable where others leave none."""
         if self._bytes + size > self._bytes_max:
             try:
                 async with asyncio.timeout(self._timeout_s), self._freed:
@@ -57,3 +43,56 @@ class Sending:
                     "other clients leave too many answers unread", retry_after_s=RETRY_AFTER_S, unread_bytes=self._bytes
                 ) from None
         self._bytes += size
+
+    async def write(self, context: Context, message: Any) -> None:
+        """Hand one message to the client. Raises DeadlineExceeded once nothing was read for the timeout."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded("the client does not read what it asked for", unread_s=self._timeout_s) from None
+
+    async def release(self, size: int) -> None:
+        """The client has read so many bytes, or has gone."""
+        self._bytes -= size
+        async with self._freed:
+            self._freed.notify_all()
+
+
+class Answers:
+    """The messages of one call: while one is sent its successor is made, where there is plenty of memory. Both count."""
+
+    def __init__(self, sending: Sending, context: Context) -> None:
+        self._sending = sending
+        self._context = context
+        self._held = 0
+        self._writing: asyncio.Task[None] | None = None
+
+    async def send(self, message: Any) -> None:
+        """Begin to send a message, once the one before is sent. Raises Unavailable, DeadlineExceeded."""
+        size = len(message) if isinstance(message, bytes) else message.ByteSize()
+        await self._sending.reserve(size)
+        self._held += size
+        await self.sent()
+        self._writing = asyncio.create_task(self._write(message, size))
+        if not self._sending.plenty:
+            await self.sent()
+
+    async def sent(self) -> None:
+        """Until all is sent. Raises DeadlineExceeded."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def close(self) -> None:
+        """The call is over; what its client has left unread goes with it."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        held, self._held = self._held, 0
+        await self._sending.release(held)
+
+    async def _write(self, message: Any, size: int) -> None:
+        await self._sending.write(self._context, message)
+        self._held -= size
+        await self._sending.release(size)

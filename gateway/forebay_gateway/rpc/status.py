@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from forebay_gateway.core.errors import ForebayError, Incomplete, InvalidArgument
-from forebay_gateway.rpc.sending import Sending
+from forebay_gateway.rpc.sending import Answers, Sending
 from forebay_wire.v1 import gateway_pb2 as pb
 
 log = logging.getLogger("forebay.rpc")
@@ -128,12 +128,17 @@ def streams(
 
     @functools.wraps(method)
     async def call(self: Streaming, request: object, context: Context) -> None:
-        stalled: list[int] = []
+        sent = Answers(self.sending, context)
         try:
             check_formed(request)
-            async with aclosing(method(self, request, context)) as answers:
-                async for answer in answers:
-                    await self.sending.send(context, answer, stalled)
+            try:
+                async with aclosing(method(self, request, context)) as answers:
+                    async for answer in answers:
+                        await sent.send(answer)
+            except Exception:
+                await sent.sent()  # what was made before the error comes before it
+                raise
+            await sent.sent()
         except grpc.aio.AbortError:
             raise
         except grpc.aio.InternalError as error:  # gRPC cannot send: nobody is there any more
@@ -141,6 +146,6 @@ def streams(
         except Exception as error:  # noqa: BLE001  every error becomes a status
             await abort(context, error)
         finally:
-            await self.sending.release(stalled)
+            await sent.close()
 
     return call

@@ -807,6 +807,64 @@ class ReadShardResponse(_message.Message):
 Global___ReadShardResponse: _TypeAlias = ReadShardResponse  # noqa: Y015
 
 @_typing.final
+class ReadManyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    """"" takes the complete one"""
+    source: _builtins.str
+    """"", "auto" or "cache" """
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """at most 5,000"""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "run", b"run", "session", b"session", "source", b"source", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadManyRequest: _TypeAlias = ReadManyRequest  # noqa: Y015
+
+@_typing.final
+class ReadManyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___SmallShard]:
+        """at most 1 MiB of data and 1,000 shards"""
+
+    def __init__(
+        self,
+        *,
+        shards: _abc.Iterable[Global___SmallShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadManyResponse: _TypeAlias = ReadManyResponse  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -79,6 +79,11 @@ class GatewayStub:
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadShardRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadShardResponse.FromString,
                 _registered_method=True)
+        self.ReadMany = channel.unary_stream(
+                '/forebay.v1.Gateway/ReadMany',
+                request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadManyRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadManyResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/forebay.v1.Gateway/Describe',
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.DescribeRequest.SerializeToString,
@@ -199,6 +204,15 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadMany(self, request, context):
+        """Many small shards at once, out of packs in this node's cache, each whole and proved by its own checksum before it is sent.
+        They come as they lie in the packs. What does not come has to be asked for by ReadShard, which knows other copies and says
+        what is wrong: a shard that is in no pack, damaged, or only on a tier and not worth a fetch. A name that is not there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -295,6 +309,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ReadShard,
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadShardRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadShardResponse.SerializeToString,
+            ),
+            'ReadMany': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadMany,
+                    request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadManyRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.ReadManyResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -580,6 +599,33 @@ class Gateway:
             '/forebay.v1.Gateway/ReadShard',
             forebay__wire_dot_v1_dot_gateway__pb2.ReadShardRequest.SerializeToString,
             forebay__wire_dot_v1_dot_gateway__pb2.ReadShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Gateway/ReadMany',
+            forebay__wire_dot_v1_dot_gateway__pb2.ReadManyRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_gateway__pb2.ReadManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

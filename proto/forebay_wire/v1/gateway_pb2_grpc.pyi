@@ -71,6 +71,11 @@ class GatewayStub:
     """Streams progress until the whole checkpoint has reached the level; the last message has reached = true."""
     ReadShard: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ReadShardRequest, _gateway_pb2.ReadShardResponse]
     """A byte range of a shard, verified before it is sent. Each message is one Chunk at its offset in the shard."""
+    ReadMany: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ReadManyRequest, _gateway_pb2.ReadManyResponse]
+    """Many small shards at once, out of packs in this node's cache, each whole and proved by its own checksum before it is sent.
+    They come as they lie in the packs. What does not come has to be asked for by ReadShard, which knows other copies and says
+    what is wrong: a shard that is in no pack, damaged, or only on a tier and not worth a fetch. A name that is not there is none.
+    """
     Describe: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DescribeRequest, _gateway_pb2.Checkpoint]
     ListShards: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ListShardsRequest, _gateway_pb2.ListShardsResponse]
     ListCheckpoints: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]
@@ -119,6 +124,11 @@ class GatewayAsyncStub(GatewayStub):
     """Streams progress until the whole checkpoint has reached the level; the last message has reached = true."""
     ReadShard: _aio.UnaryStreamMultiCallable[_gateway_pb2.ReadShardRequest, _gateway_pb2.ReadShardResponse]  # type: ignore[assignment]
     """A byte range of a shard, verified before it is sent. Each message is one Chunk at its offset in the shard."""
+    ReadMany: _aio.UnaryStreamMultiCallable[_gateway_pb2.ReadManyRequest, _gateway_pb2.ReadManyResponse]  # type: ignore[assignment]
+    """Many small shards at once, out of packs in this node's cache, each whole and proved by its own checksum before it is sent.
+    They come as they lie in the packs. What does not come has to be asked for by ReadShard, which knows other copies and says
+    what is wrong: a shard that is in no pack, damaged, or only on a tier and not worth a fetch. A name that is not there is none.
+    """
     Describe: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DescribeRequest, _gateway_pb2.Checkpoint]  # type: ignore[assignment]
     ListShards: _aio.UnaryStreamMultiCallable[_gateway_pb2.ListShardsRequest, _gateway_pb2.ListShardsResponse]  # type: ignore[assignment]
     ListCheckpoints: _aio.UnaryStreamMultiCallable[_gateway_pb2.ListCheckpointsRequest, _gateway_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -218,6 +228,17 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ReadShardResponse], _abc.AsyncIterator[_gateway_pb2.ReadShardResponse]]:
         """A byte range of a shard, verified before it is sent. Each message is one Chunk at its offset in the shard."""
+
+    @_abc_1.abstractmethod
+    def ReadMany(
+        self,
+        request: _gateway_pb2.ReadManyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ReadManyResponse], _abc.AsyncIterator[_gateway_pb2.ReadManyResponse]]:
+        """Many small shards at once, out of packs in this node's cache, each whole and proved by its own checksum before it is sent.
+        They come as they lie in the packs. What does not come has to be asked for by ReadShard, which knows other copies and says
+        what is wrong: a shard that is in no pack, damaged, or only on a tier and not worth a fetch. A name that is not there is none.
+        """
 
     @_abc_1.abstractmethod
     def Describe(
