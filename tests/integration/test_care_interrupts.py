@@ -121,6 +121,7 @@ def test_ctrl_c(patient: Patient, tmp_path: Path) -> None:
     id_ = patient.worse_id
     told = interrupted(gateway, ["quarantine", "release", id_], lambda: not patient.worse.exists())
     assert_refused(told, 130, "interrupted: ", "goes on to its end")
+    eventually(lambda: gateway.cli("repair", check=False).returncode, lambda code: code != 5)  # it has come to its end
     told = interrupted(gateway, ["repair", "--apply"], patient.fetching)
     assert_refused(told, 130, "interrupted: ", "so far")
     for command in (["fsck"], ["gc"], ["repair"]):  # each waits for the act under way, not for the command that is gone

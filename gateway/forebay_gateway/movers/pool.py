@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -211,7 +212,7 @@ class MoverProcess:
                 await asyncio.wait_for(process.wait(), grace_s)
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                    os.kill(process.pid, signal.SIGKILL)  # process.kill() may reap it, and then nobody hears of its end
                 await process.wait()
         if listener is not None:
             await asyncio.gather(listener, return_exceptions=True)
