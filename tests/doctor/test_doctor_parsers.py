@@ -40,18 +40,18 @@ def test_load_is_what_happened_between() -> None:
     assert devices.load_between(before, after, 0.1).busy == 1.0
 
 
-@pytest.mark.parametrize(
-    ("before", "during", "status"),
-    [
-        (devices.Load(0.1, 0.0), devices.Load(1.0, 0.05), "OK"),
-        (devices.Load(0.4, 0.0), devices.Load(1.0, 0.05), "WARN"),
-        (devices.Load(0.1, 0.0), devices.Load(1.0, 0.15), "WARN"),
-        (None, None, "OK"),
-    ],
-)
-def test_a_busy_or_slow_disk_is_told(before: devices.Load | None, during: devices.Load | None, status: str) -> None:
-    check = devices.disk_check("cache", "vda", before, during)
-    assert check.status == status and bool(check.do) == (status == "WARN")
+_A_BUSY_OR_SLOW_DISK_IS_TOLD: list[tuple[devices.Load | None, devices.Load | None, str]] = [
+    (devices.Load(0.1, 0.0), devices.Load(1.0, 0.05), "OK"),
+    (devices.Load(0.4, 0.0), devices.Load(1.0, 0.05), "WARN"),
+    (devices.Load(0.1, 0.0), devices.Load(1.0, 0.15), "WARN"),
+    (None, None, "OK"),
+]
+
+
+def test_a_busy_or_slow_disk_is_told() -> None:
+    for before, during, status in _A_BUSY_OR_SLOW_DISK_IS_TOLD:
+        check = devices.disk_check("cache", "vda", before, during)
+        assert check.status == status and bool(check.do) == (status == "WARN")
 
 
 def test_disks_below_partitions_and_volumes(tmp_path: Path) -> None:
@@ -93,49 +93,52 @@ def mount(*options: str, kind: str = "ext4") -> Mount:
     return Mount(Path("/nvme"), kind, "/dev/nvme0n1", options)
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        (("rw", "noatime"), ""),
-        (("rw", "noatime", "nodiratime", "discard=async"), ""),
-        (("rw", "relatime"), "remount,noatime /nvme"),
-        (("rw", "nodiratime"), "remount,noatime /nvme"),
-        (("rw", "noatime", "discard"), "remount,nodiscard /nvme"),
-        (("rw", "strictatime", "discard"), "remount,noatime,nodiscard /nvme"),
-    ],
-)
-def test_mount_options(options: tuple[str, ...], remedy: str) -> None:
-    check = mount_check("cache", mount(*options))
-    assert (check.status == "WARN") == bool(remedy) and remedy in check.do and (remedy or not check.do)
-    assert ("fstrim" in check.do) == ("nodiscard" in remedy)
-    assert check.figures["options"] == ",".join(options)
+_MOUNT_OPTIONS: list[tuple[tuple[str, ...], str]] = [
+    (("rw", "noatime"), ""),
+    (("rw", "noatime", "nodiratime", "discard=async"), ""),
+    (("rw", "relatime"), "remount,noatime /nvme"),
+    (("rw", "nodiratime"), "remount,noatime /nvme"),
+    (("rw", "noatime", "discard"), "remount,nodiscard /nvme"),
+    (("rw", "strictatime", "discard"), "remount,noatime,nodiscard /nvme"),
+]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "status"),
-    [
-        ("cache", "ext4", "OK"),
-        ("cache", "xfs", "OK"),
-        ("cache", "btrfs", "WARN"),
-        ("cache", "nfs4", "FAIL"),
-        ("cache", "fuse.sshfs", "FAIL"),
-        ("cache", "tmpfs", "FAIL"),
-        ("posix", "lustre", "OK"),
-        ("posix", "nfs4", "OK"),
-        ("posix", "tmpfs", "FAIL"),
-    ],
-)
-def test_file_systems(where: str, name: str, status: str) -> None:
-    check = type_check("x", where, mount("rw", kind=name))
-    assert check.status == status and check.figures["type"] == name and bool(check.do) == (status != "OK")
+def test_mount_options() -> None:
+    for options, remedy in _MOUNT_OPTIONS:
+        check = mount_check("cache", mount(*options))
+        assert (check.status == "WARN") == bool(remedy) and remedy in check.do and (remedy or not check.do)
+        assert ("fstrim" in check.do) == ("nodiscard" in remedy)
+        assert check.figures["options"] == ",".join(options)
 
 
-@pytest.mark.parametrize(("part", "status"), [(2.5, "WARN"), (1.5, "WARN"), (0.5, "FAIL"), (4.0, "OK")])
-def test_space_counts_checkpoints(tmp_path: Path, part: float, status: str) -> None:
-    space = space_checks("cache", tmp_path, 8 * MIB, int(part * 8 * MIB))[0]
-    assert space.status == status and space.figures["checkpoints"] == int(part)
-    assert bool(space.do) == (status != "OK") and "cache.capacity" in space.do + "cache.capacity" * (status == "OK")
-    assert int(space.figures["free_bytes"] or 0) <= int(space.figures["total_bytes"] or 0)
+_FILE_SYSTEMS: list[tuple[str, str, str]] = [
+    ("cache", "ext4", "OK"),
+    ("cache", "xfs", "OK"),
+    ("cache", "btrfs", "WARN"),
+    ("cache", "nfs4", "FAIL"),
+    ("cache", "fuse.sshfs", "FAIL"),
+    ("cache", "tmpfs", "FAIL"),
+    ("posix", "lustre", "OK"),
+    ("posix", "nfs4", "OK"),
+    ("posix", "tmpfs", "FAIL"),
+]
+
+
+def test_file_systems() -> None:
+    for where, name, status in _FILE_SYSTEMS:
+        check = type_check("x", where, mount("rw", kind=name))
+        assert check.status == status and check.figures["type"] == name and bool(check.do) == (status != "OK")
+
+
+_SPACE_COUNTS_CHECKPOINTS: list[tuple[float, str]] = [(2.5, "WARN"), (1.5, "WARN"), (0.5, "FAIL"), (4.0, "OK")]
+
+
+def test_space_counts_checkpoints(tmp_path: Path) -> None:
+    for part, status in _SPACE_COUNTS_CHECKPOINTS:
+        space = space_checks("cache", tmp_path, 8 * MIB, int(part * 8 * MIB))[0]
+        assert space.status == status and space.figures["checkpoints"] == int(part)
+        assert bool(space.do) == (status != "OK") and "cache.capacity" in space.do + "cache.capacity" * (status == "OK")
+        assert int(space.figures["free_bytes"] or 0) <= int(space.figures["total_bytes"] or 0)
 
 
 LFS = "stripe_count:  1 stripe_size:   1048576 pattern:       raid0 stripe_offset: -1\n"
@@ -181,22 +184,22 @@ def tool(**answers: str) -> striping.Run:
     return lambda command: answers.get(command[1].strip("-"))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "text", "status", "command"),
-    [
-        (1, LFS, "WARN", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
-        (4, LFS, "WARN", "lfs setstripe -c 4 -S 4M '/lustre/my ckpt'"),
-        (16, LFS, "OK", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
-        (500, LFS, "OK", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
-        (1, LFS_PFL, "OK", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
-        (500, LFS_PFL, "WARN", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
-        (1, "", "WARN", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
-    ],
-)
-def test_lustre_by_nodes(nodes: int, text: str, status: str, command: str) -> None:
-    check = striping.striping_check("pfs", Path("/lustre/my ckpt"), "lustre", nodes, tool(getstripe=text, osts=OSTS))
-    assert check is not None and check.status == status and check.figures["command"] == command
-    assert check.figures["targets"] == 16 and (command in check.do) == (status == "WARN")
+_LUSTRE_BY_NODES: list[tuple[int, str, str, str]] = [
+    (1, LFS, "WARN", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
+    (4, LFS, "WARN", "lfs setstripe -c 4 -S 4M '/lustre/my ckpt'"),
+    (16, LFS, "OK", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
+    (500, LFS, "OK", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
+    (1, LFS_PFL, "OK", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
+    (500, LFS_PFL, "WARN", "lfs setstripe -c 1 -S 4M '/lustre/my ckpt'"),
+    (1, "", "WARN", "lfs setstripe -c 16 -S 4M '/lustre/my ckpt'"),
+]
+
+
+def test_lustre_by_nodes() -> None:
+    for nodes, text, status, command in _LUSTRE_BY_NODES:
+        check = striping.striping_check("pfs", Path("/lustre/my ckpt"), "lustre", nodes, tool(getstripe=text, osts=OSTS))
+        assert check is not None and check.status == status and check.figures["command"] == command
+        assert check.figures["targets"] == 16 and (command in check.do) == (status == "WARN")
 
 
 def test_without_a_tool_the_command_is_still_said() -> None:
@@ -223,18 +226,18 @@ def test_other_file_systems_do_not_stripe() -> None:
 NVME = {"nvme_smart_health_information_log": {"percentage_used": 12, "data_units_written": 1000, "critical_warning": 0}}
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (NVME, wear.Wear(0.12, 512_000_000)),
-        ({"endurance_used": {"current_percent": 81}}, wear.Wear(0.81, None)),
-        ({"ata_smart_attributes": {"table": [{"id": 9, "value": 1}, {"id": 177, "value": 97}]}}, wear.Wear(0.03, None)),
-        ({"smartctl": {"exit_status": 2}}, None),
-        ([], None),
-    ],
-)
-def test_smartctl(answer: object, expected: wear.Wear | None) -> None:
-    assert wear.parse_smartctl(json.dumps(answer)) == expected
+_SMARTCTL: list[tuple[object, wear.Wear | None]] = [
+    (NVME, wear.Wear(0.12, 512_000_000)),
+    ({"endurance_used": {"current_percent": 81}}, wear.Wear(0.81, None)),
+    ({"ata_smart_attributes": {"table": [{"id": 9, "value": 1}, {"id": 177, "value": 97}]}}, wear.Wear(0.03, None)),
+    ({"smartctl": {"exit_status": 2}}, None),
+    ([], None),
+]
+
+
+def test_smartctl() -> None:
+    for answer, expected in _SMARTCTL:
+        assert wear.parse_smartctl(json.dumps(answer)) == expected
 
 
 def test_nvme_cli() -> None:
@@ -245,11 +248,14 @@ def test_nvme_cli() -> None:
     assert wear.parse_nvme("nvme: not found") is None
 
 
-@pytest.mark.parametrize(("used", "warning", "status"), [(12, 0, "OK"), (85, 0, "WARN"), (100, 0, "FAIL"), (12, 4, "FAIL")])
-def test_worn_disks(used: int, warning: int, status: str) -> None:
-    text = json.dumps({"percent_used": used, "critical_warning": warning, "data_units_written": 1})
-    check = wear.wear_check("cache", "nvme0n1", lambda command: text if command[0] == "nvme" else None)
-    assert check.status == status and check.figures["used"] == used / 100
+_WORN_DISKS: list[tuple[int, int, str]] = [(12, 0, "OK"), (85, 0, "WARN"), (100, 0, "FAIL"), (12, 4, "FAIL")]
+
+
+def test_worn_disks() -> None:
+    for used, warning, status in _WORN_DISKS:
+        text = json.dumps({"percent_used": used, "critical_warning": warning, "data_units_written": 1})
+        check = wear.wear_check("cache", "nvme0n1", lambda command, text=text: text if command[0] == "nvme" else None)  # type: ignore[misc]
+        assert check.status == status and check.figures["used"] == used / 100
 
 
 def test_wear_that_nobody_tells() -> None:
@@ -260,15 +266,16 @@ def test_wear_that_nobody_tells() -> None:
 SNMP = "Ip: Forwarding DefaultTTL\nIp: 1 64\nTcp: RtoAlgorithm OutSegs RetransSegs\nTcp: 1 {sent} {again}\nUdp: A\nUdp: 1\n"
 
 
-@pytest.mark.parametrize(
-    ("sent", "again", "status"), [(10_000, 50, "OK"), (10_000, 200, "WARN"), (900, 90, "OK"), (0, 0, "OK")]
-)
-def test_tcp(sent: int, again: int, status: str) -> None:
-    before = node.parse_snmp(SNMP.format(sent=5, again=1))
-    check = node.tcp_check(before, node.parse_snmp(SNMP.format(sent=5 + sent, again=1 + again)))
-    assert check.status == status and (check.figures["sent"], check.figures["retransmitted"]) == (sent, again)
-    assert node.parse_snmp("Tcp: OutSegs\n") is None and node.parse_snmp("Tcp: A\nTcp: 1\n") is None
-    assert node.tcp_check(None, before).figures["sent"] is None
+_TCP: list[tuple[int, int, str]] = [(10_000, 50, "OK"), (10_000, 200, "WARN"), (900, 90, "OK"), (0, 0, "OK")]
+
+
+def test_tcp() -> None:
+    for sent, again, status in _TCP:
+        before = node.parse_snmp(SNMP.format(sent=5, again=1))
+        check = node.tcp_check(before, node.parse_snmp(SNMP.format(sent=5 + sent, again=1 + again)))
+        assert check.status == status and (check.figures["sent"], check.figures["retransmitted"]) == (sent, again)
+        assert node.parse_snmp("Tcp: OutSegs\n") is None and node.parse_snmp("Tcp: A\nTcp: 1\n") is None
+        assert node.tcp_check(None, before).figures["sent"] is None
 
 
 VM = {"dirty_ratio": 20, "dirty_background_ratio": 10, "dirty_bytes": 0, "dirty_background_bytes": 0}
@@ -287,9 +294,12 @@ def test_dirty_pages() -> None:
     assert node.parse_available("MemTotal: 8 kB\nMemAvailable:   1024 kB\n") == MIB and node.parse_available("") == 0
 
 
-@pytest.mark.parametrize(("soft", "status"), [(1024, "WARN"), (65536, "OK"), (-1, "OK")])
-def test_open_files(soft: int, status: str) -> None:
-    assert node.open_files_check((soft, 65536)).status == status
+_OPEN_FILES: list[tuple[int, str]] = [(1024, "WARN"), (65536, "OK"), (-1, "OK")]
+
+
+def test_open_files() -> None:
+    for soft, status in _OPEN_FILES:
+        assert node.open_files_check((soft, 65536)).status == status
 
 
 def test_sample_data() -> None:
@@ -333,35 +343,40 @@ def capabilities(**changes: object) -> Capabilities:
 OBJECT = TierConfig(name="object", kind="s3", bucket="b")
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "status", "said"),
-    [
-        ({}, "conditional_create", "OK", "create and replace"),
-        ({"conditional_create": False, "notes": {"no_conditional_create": "ignored"}}, "conditional_create", "FAIL", "ignored"),
-        ({"conditional_replace": False}, "conditional_create", "WARN", "no replace"),
-        ({}, "checksums", "OK", "CRC32C of a put and CRC32C of a full"),
-        ({"server_checksum": False, "notes": {"no_server_checksum": "composite"}}, "checksums", "WARN", "composite"),
-        ({"list_after_put": False}, "list_after_put", "WARN", "not listed"),
-        ({"clock_skew_s": -30.0}, "clock_skew", "WARN", "-30.0 s"),
-        ({"clock_skew_s": 1000.0}, "clock_skew", "FAIL", "+1000.0 s"),
-        ({"clock_skew_s": None}, "clock_skew", "OK", "no time"),
-        ({}, "multipart", "OK", "10,000 parts; 1.0 GiB goes in 64 of 16.0 MiB"),
-        ({"multipart": False}, "multipart", "WARN", "none"),
-    ],
-)
-def test_an_object_stores_record(changes: dict[str, object], name: str, status: str, said: str) -> None:
-    checks = {check.check: check for check in s3_checks(OBJECT, capabilities(**changes), GIB)}
-    assert set(checks) == {"conditional_create", "checksums", "list_after_put", "clock_skew", "multipart"}
-    assert checks[name].status == status and said in checks[name].value
-    assert bool(checks[name].do) == (status != "OK")
+_AN_OBJECT_STORES_RECORD: list[tuple[dict[str, object], str, str, str]] = [
+    ({}, "conditional_create", "OK", "create and replace"),
+    ({"conditional_create": False, "notes": {"no_conditional_create": "ignored"}}, "conditional_create", "FAIL", "ignored"),
+    ({"conditional_replace": False}, "conditional_create", "WARN", "no replace"),
+    ({}, "checksums", "OK", "CRC32C of a put and CRC32C of a full"),
+    ({"server_checksum": False, "notes": {"no_server_checksum": "composite"}}, "checksums", "WARN", "composite"),
+    ({"list_after_put": False}, "list_after_put", "WARN", "not listed"),
+    ({"clock_skew_s": -30.0}, "clock_skew", "WARN", "-30.0 s"),
+    ({"clock_skew_s": 1000.0}, "clock_skew", "FAIL", "+1000.0 s"),
+    ({"clock_skew_s": None}, "clock_skew", "OK", "no time"),
+    ({}, "multipart", "OK", "10,000 parts; 1.0 GiB goes in 64 of 16.0 MiB"),
+    ({"multipart": False}, "multipart", "WARN", "none"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [({}, "OK"), ({"links": False}, "WARN"), ({"direct_io": False}, "WARN"), ({"conditional_create": False}, "FAIL")],
-)
-def test_a_posix_tiers_record(changes: dict[str, object], status: str) -> None:
-    assert posix_check("pfs", capabilities(**changes), 0.1).status == status
+def test_an_object_stores_record() -> None:
+    for changes, name, status, said in _AN_OBJECT_STORES_RECORD:
+        checks = {check.check: check for check in s3_checks(OBJECT, capabilities(**changes), GIB)}
+        assert set(checks) == {"conditional_create", "checksums", "list_after_put", "clock_skew", "multipart"}
+        assert checks[name].status == status and said in checks[name].value
+        assert bool(checks[name].do) == (status != "OK")
+
+
+_A_POSIX_TIERS_RECORD: list[tuple[dict[str, object], str]] = [
+    ({}, "OK"),
+    ({"links": False}, "WARN"),
+    ({"direct_io": False}, "WARN"),
+    ({"conditional_create": False}, "FAIL"),
+]
+
+
+def test_a_posix_tiers_record() -> None:
+    for changes, status in _A_POSIX_TIERS_RECORD:
+        assert posix_check("pfs", capabilities(**changes), 0.1).status == status
 
 
 # -- how often -------------------------------------------------------------------------------------------------------------
