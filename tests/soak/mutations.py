@@ -451,6 +451,8 @@ NEEDED = (
 SOURCES = ("gateway/forebay_gateway", "proto/forebay_wire", "client/forebay")
 EXEMPT = {
     "client/forebay/bench.py": "writes what it measures, and deletes it",
+    "gateway/forebay_gateway/doctor/throughput.py": "the same",
+    "gateway/forebay_gateway/doctor/syncs.py": "the same",
     "client/forebay/testing.py": "a gateway for users' tests",
     "client/forebay/_memory.py": "the same",
     "gateway/forebay_gateway/tiers/memory.py": "keeps nothing",

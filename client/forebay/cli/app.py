@@ -62,7 +62,7 @@ def _options(
     _chosen["address"] = address
 
 
-_GROUPS = ("serve", "config", "data", "show", "keep", "queue", "care", "move", "bench", "demo")
+_GROUPS = ("serve", "config", "data", "show", "keep", "queue", "care", "move", "bench", "doctor", "demo")
 
 
 # The base of typer's argument errors. It has no public name: it is click's own, or a copy inside typer, by version.

@@ -3,12 +3,8 @@
 Owns the command and its table; the measuring is forebay.bench.
 """
 
-import contextlib
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +14,7 @@ from forebay.bench import Bench, Figure, Plan
 from forebay.cli.app import Json, client
 from forebay.cli.exits import UsageError
 from forebay.cli.output import print_json, printable, say, size_text, table
+from forebay.cli.signals import ended_once
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -53,7 +50,7 @@ def bench(
     be measured.
     """
     plan = Plan(_bytes(size), rounds, small, disk, timeout)
-    with client() as gateway, _ended_as_by_ctrl_c():
+    with client() as gateway, ended_once():
         measuring = Bench(gateway, plan, _tell)
         figures = measuring.run()
     if json:
@@ -63,19 +60,6 @@ def bench(
         say(f"gateway {measuring.status.node}: checkpoints of {size_text(plan.size)}, medians of {rounds}")
         table(("FIGURE", "VALUE", "", "MEANS"), [_row(figure) for figure in figures], numeric=(1,))
     return 0
-
-
-@contextlib.contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM (of `timeout`, of a batch system) must not leave checkpoints behind either."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _row(figure: Figure) -> tuple[str, str, str, str]:

@@ -35,7 +35,7 @@ def check(file: _File = None, json: Json = False) -> int:
     JSON keys: source, good.
     """
     load(file)
-    print_json({"source": _label(file), "good": True}) if json else say(f"{_label(file)}: good")
+    print_json({"source": label(file), "good": True}) if json else say(f"{label(file)}: good")
     return 0
 
 
@@ -81,5 +81,6 @@ def load(file: Path | None) -> Any:
         raise ForebayError(f"{file}: not UTF-8: {error}") from error
 
 
-def _label(file: Path | None) -> str:
+def label(file: Path | None) -> str:
+    """What to call the configuration."""
     return "the embedded default" if file is None else str(file)

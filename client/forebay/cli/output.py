@@ -25,6 +25,9 @@ COLOURS = {
     "critical": "red",
     "refusing": "red",
     "quarantined": "red",
+    "OK": "green",
+    "WARN": "yellow",
+    "FAIL": "red",
 }
 _ANSI = {"green": 32, "yellow": 33, "red": 31}
 

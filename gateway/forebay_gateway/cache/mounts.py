@@ -5,6 +5,7 @@ gateway promises on, so the gateway refuses to start there (DESIGN, configuratio
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from forebay_gateway.core.errors import StartupError
@@ -52,24 +53,47 @@ def is_refused(file_system: str) -> bool:
     return file_system in REFUSED or file_system in ("fuse", "fuseblk") or file_system.startswith(("fuse.", "fuseblk."))
 
 
-def file_system_of(path: Path, mountinfo: str) -> str:
-    """The type of the mount that holds the absolute, symlink-free `path`; raises ValueError where no line covers it.
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo. `options` are those of the mount and of its file system together."""
 
-    Format of mountinfo: proc_pid_mountinfo(5). The mount point is the fifth field, the type the first after " - ".
+    point: Path
+    file_system: str
+    source: str
+    options: tuple[str, ...]
+
+
+def mount_of(path: Path, mountinfo: str) -> Mount:
+    """The mount that holds the absolute, symlink-free `path`; raises ValueError where no line covers it.
+
+    Format of mountinfo: proc_pid_mountinfo(5). The mount point is the fifth field, its options the sixth; after " - " come the
+    file system's type, source and options.
     """
-    best_depth, best = -1, ""
+    best_depth: int = -1
+    best: Mount | None = None
     for line in mountinfo.splitlines():
         front, separator, back = line.partition(" - ")
         fields = front.split(" ")
-        if not separator or len(fields) < 6:
+        kind, source, options = (*back.split(" "), "", "", "")[:3]
+        if not separator or len(fields) < 6 or not kind:
             continue
-        point = Path(_OCTAL.sub(lambda match: chr(int(match.group(1), 8)), fields[4]))
+        point = Path(_plain(fields[4]))
         # A later line over the same mount point hides the earlier one, hence >=.
         if (path == point or point in path.parents) and len(point.parts) >= best_depth:
-            best_depth, best = len(point.parts), back.split(" ")[0]
-    if not best:
+            both = tuple(dict.fromkeys(each for each in (*fields[5].split(","), *options.split(",")) if each))
+            best_depth, best = len(point.parts), Mount(point, kind, _plain(source), both)
+    if best is None:
         raise ValueError(f"no mount covers {path}")
     return best
+
+
+def file_system_of(path: Path, mountinfo: str) -> str:
+    """The type of the mount that holds the absolute, symlink-free `path`; raises ValueError where no line covers it."""
+    return mount_of(path, mountinfo).file_system
+
+
+def _plain(field: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), field)
 
 
 def existing_ancestor(path: Path) -> Path:
