@@ -387,10 +387,12 @@ def test_everything_leaves_the_queue(acts, skip: bool, every: int, min_interval_
     feed = Feed(Rules(max_age_s=200.0, quantum_bytes=2 * MiB), lambda run: rules)
     now_s, waiting, kinds, pinned = 0.0, {}, {}, set()
 
-    def step(now_s: float) -> bool:
-        found = feed.send(now_s)
+    def step(now_s: float, fails: bool = False) -> bool:
+        found = feed.queue.decide(now_s)
         if isinstance(found, Next):
-            waiting[found.order] -= 1
+            feed.queue.took(found.order, 1, MiB, now_s)
+            (feed.queue.failed if fails else feed.queue.verified)(found.order)
+            waiting[found.order] -= not fails
             assert waiting[found.order] >= 0
         elif isinstance(found, Skip):
             assert kinds[found.session_id] is Kind.PERIODIC and found.session_id not in pinned
@@ -405,9 +407,8 @@ def test_everything_leaves_the_queue(acts, skip: bool, every: int, min_interval_
             waiting[feed.order], kinds[session] = number + 1, kind
         elif act == "send":
             step(now_s)
-        elif act == "fail" and isinstance(found := feed.queue.decide(now_s), Next):
-            feed.queue.took(found.order, 1, MiB, now_s)
-            feed.queue.failed(found.order)
+        elif act == "fail":
+            step(now_s, fails=True)
         elif act == "forget":
             feed.queue.forget(number + 1)
             waiting.pop(number + 1, None)
