@@ -113,7 +113,7 @@ DISK_BOUNDS = {
     "rated_years": (0.1, 50, "years"),
     "amplification": (1, 100, ""),
 }
-PRICE_BOUNDS = {name: (0.0, 1e6, "dollars") for name in ("gib_month", "put_1000", "get_1000")}
+PRICE_BOUNDS = dict.fromkeys(("gib_month", "put_1000", "get_1000"), (0.0, 1000000.0, "dollars"))
 
 
 class BadInput(ValueError):
@@ -141,5 +141,10 @@ def _within(record: object, bounds: dict[str, tuple[float, float, str]], prefix:
         words = name.removesuffix("_s").removesuffix("_bytes").removesuffix("_per").replace("_", " ")
         unit = f" {unit}" if unit else ""
         raise BadInput(
-            f"{prefix}{words} is {value:g}{unit}, and can be {least:g} to {most:g}; nearest sensible value: {nearest:g}{unit}"
+            f"{prefix}{words} is {_shown(value)}{unit}, and can be {_shown(least)} to {_shown(most)}; "
+            f"nearest sensible value: {_shown(nearest)}{unit}"
         )
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:g}"

@@ -5,7 +5,7 @@ are the simulation's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.plan.inputs import Inputs, Tier, check
 from forebay.plan.interval import daly_s, lost_share, young_s
@@ -254,7 +254,7 @@ def _wear(inputs: Inputs) -> Wear:
 
 def _with_warnings(plan: Plan) -> Plan:
     warnings = [*_slow(plan), *_other(plan)]
-    return Plan(**{name: getattr(plan, name) for name in plan.__slots__} | {"warnings": tuple(warnings)})
+    return replace(plan, warnings=tuple(warnings))
 
 
 def _slow(plan: Plan) -> list[Notice]:
