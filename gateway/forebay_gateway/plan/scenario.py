@@ -51,11 +51,15 @@ class Scenario:
         return self.size_bytes / self.nodes
 
     @property
-    def events(self) -> float:
-        """About how many."""
+    def save_events(self) -> float:
+        """About how many events saves make."""
         saves = self.duration_s / (self.interval_s + self.save_cost_s)
-        failures = self.duration_s * self.nodes / self.mtbf_s
-        return self.jobs * self.slices * saves * (BATCHES + 2) + 4 * self.slices * failures
+        return self.jobs * self.slices * saves * (BATCHES + 2)
+
+    @property
+    def failure_events(self) -> float:
+        """About how many failures make."""
+        return 4 * self.slices * self.duration_s * self.nodes / self.mtbf_s
 
 
 def check(scenario: Scenario) -> None:
@@ -81,11 +85,18 @@ def check(scenario: Scenario) -> None:
             f"a cache of {scenario.cache_bytes:.0f} bytes never takes a second save, and the job would stand still; "
             f"nearest: {least:.0f} bytes"
         )
-    if scenario.events > EVENTS_MAX:
-        factor = scenario.events / EVENTS_MAX
+    if scenario.failure_events > EVENTS_MAX / 2:
+        least_s = scenario.mtbf_s * 2 * scenario.failure_events / EVENTS_MAX
         raise Unfinishable(
-            f"about {scenario.events:,.0f} events would take longer than a minute; nearest: an interval of "
-            f"{scenario.interval_s * factor:.0f} s, or {scenario.duration_s / factor:.0f} s of simulation"
+            f"a node that fails every {scenario.mtbf_s:g} s makes about {scenario.failure_events:,.0f} events, "
+            f"which would take longer than a minute; nearest: {least_s:,.0f} s"
+        )
+    if scenario.save_events > EVENTS_MAX:
+        factor = scenario.save_events / EVENTS_MAX
+        interval_s = (scenario.interval_s + scenario.save_cost_s) * factor - scenario.save_cost_s
+        raise Unfinishable(
+            f"about {scenario.save_events:,.0f} events would take longer than a minute; nearest: an interval of "
+            f"{interval_s:.0f} s, or {scenario.duration_s / factor:.0f} s of simulation"
             + (f", or {max(1, int(jobs / factor))} jobs" if jobs > 1 else "")
         )
 

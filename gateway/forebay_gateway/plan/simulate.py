@@ -96,6 +96,7 @@ class _Group:
         self.queue.verified(session)
         if session in self.pieces:
             self.pieces[session] -= 1
+            self._waits(-1)
             if not self.pieces[session]:
                 del self.pieces[session]
                 self.job.out(session)
@@ -104,7 +105,22 @@ class _Group:
     def forget(self, session: int) -> None:
         """It is skipped or lost."""
         self.queue.forget(session)
-        self.pieces.pop(session, None)
+        self._waits(-self.pieces.pop(session, 0))
+
+    def save(self, session: int) -> None:
+        """All of its nodes have a part in their caches."""
+        fleet = self.job.fleet
+        self.pieces[session] = BATCHES
+        self._waits(BATCHES)
+        self.queue.add(Part(session, self.job.run, session, session, BATCHES, fleet.now_s, may_skip=self.decides))
+        self.queue.complete(session)
+        if self.offset_s:
+            self.queue.pause(session, fleet.now_s + self.offset_s)
+
+    def _waits(self, pieces: int) -> None:
+        fleet = self.job.fleet
+        fleet.waiting_pieces += pieces * self.nodes
+        fleet.waiting_pieces_max = max(fleet.waiting_pieces_max, fleet.waiting_pieces)
 
 
 class _Job:
@@ -170,11 +186,7 @@ class _Job:
         session = fleet.saves  # also the commit's number: higher ones are newer
         self.saved[session] = (self.trained_s, fleet.now_s, len(self.groups))
         for group in self.groups:
-            group.pieces[session] = BATCHES
-            group.queue.add(Part(session, self.run, session, session, BATCHES, fleet.now_s, may_skip=group.decides))
-            group.queue.complete(session)
-            if group.offset_s:
-                group.queue.pause(session, fleet.now_s + group.offset_s)
+            group.save(session)
         for group in self.groups:
             group.kick()
         self.train()
@@ -296,6 +308,7 @@ class _Fleet:
         self._number = 0
         self._random = random.Random(scenario.seed)
         self.saves = self.complete = self.skipped = self.dropped = self.failures = self.decisions = self.done = 0
+        self.waiting_pieces = self.waiting_pieces_max = 0  # of nodes' parts
         self.lost_s = self.restart_s = self.saving_s = self.stalled_s = 0.0
         self.drains_s: list[float] = []
         self.samples: list[Sample] = []
@@ -334,13 +347,10 @@ class _Fleet:
     def _sample(self) -> None:
         self.tier.advance()
         scenario = self.scenario
-        pieces, oldest_s = 0, 0.0
-        for job in self.jobs:
-            pieces += sum(group.nodes * sum(group.pieces.values()) for group in job.groups)
-            oldest_s = max([oldest_s, *(self.now_s - at_s for _, at_s, _ in job.saved.values())])
+        oldest_s = max((self.now_s - at_s for job in self.jobs for _, at_s, _ in job.saved.values()), default=0.0)
         carried, self._carried_bytes = self.tier.carried_bytes - self._carried_bytes, self.tier.carried_bytes
         busy = carried / (scenario.tier_bytes_per_s * scenario.duration_s / SAMPLES)
-        self.samples.append(Sample(self.now_s, pieces * scenario.node_bytes / BATCHES, oldest_s, busy))
+        self.samples.append(Sample(self.now_s, self.waiting_pieces * scenario.node_bytes / BATCHES, oldest_s, busy))
 
     def _outcome(self) -> Outcome:
         scenario = self.scenario
@@ -366,8 +376,8 @@ class _Fleet:
             saving_s=self.saving_s,
             stalled_s=stalled_s,
             useful_share=useful_s / (scenario.jobs * scenario.duration_s),
-            backlog_max_bytes=max(sample.backlog_bytes for sample in self.samples),
-            backlog_end_bytes=self.samples[-1].backlog_bytes,
+            backlog_max_bytes=self.waiting_pieces_max * scenario.node_bytes / BATCHES,
+            backlog_end_bytes=self.waiting_pieces * scenario.node_bytes / BATCHES,
             oldest_max_s=max([*drains_s[-1:], *(sample.oldest_s for sample in self.samples)]),
             drain_mean_s=sum(drains_s) / len(drains_s) if drains_s else None,
             drain_p99_s=drains_s[int(0.99 * (len(drains_s) - 1))] if drains_s else None,
