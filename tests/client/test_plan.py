@@ -278,6 +278,12 @@ def test_a_device_is_asked_with_what_is_installed(tmp_path: Path, monkeypatch, i
     assert ssd.read(device).used_share == (0.09 if "nvme" in installed else 0.04)
 
 
+def test_the_disk_below_a_directory_is_found_or_not(tmp_path: Path) -> None:
+    found = ssd.device_of(tmp_path)
+    assert found is None or found.is_block_device()
+    assert ssd.device_of(tmp_path / "none") is None and ssd.device_of(Path("/proc")) is None
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 WORDS = ("--params", "7B", "--nodes", "16", "--interval", "10m", "--tier", "pfs=20GB/s", "--tier", "object=2GB/s,s3,every=4")
@@ -391,7 +397,9 @@ def test_without_tiers_the_running_gateway_is_asked(memory, capsys: pytest.Captu
     assert [drain["tier"] for drain in said["drains"]] == ["pfs"] and said["cache"]["has_bytes"] > 0
 
 
-def test_a_measured_rate_counts_for_each_node(memory, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_rate_counts_for_each_node_and_the_disk_is_asked(
+    memory, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from forebay.api import Client
 
     status = Client.status
@@ -401,9 +409,12 @@ def test_a_measured_rate_counts_for_each_node(memory, monkeypatch, capsys: pytes
         return dataclasses.replace(found, tiers=tuple(dataclasses.replace(t, drain_bytes_per_s=1e9) for t in found.tiers))
 
     monkeypatch.setattr(Client, "status", draining)
+    monkeypatch.setattr(ssd, "device_of", lambda cache: Path("/dev/null"))
+    monkeypatch.setattr(ssd, "_ask", lambda device: json.dumps(SMARTCTL))
     assert run(["--address", memory.address, "plan", "--bytes", "1GB", "--nodes", "2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["drains"][0]["carries_bytes_per_s"] == 2e9 and said["drains"][0]["source"].startswith("measured on")
+    assert "SAMSUNG" in said["wear"]["source"] and said["wear"]["endurance_bytes"] == pytest.approx(6400 * TB)
 
 
 def test_a_gateway_that_was_named_has_to_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

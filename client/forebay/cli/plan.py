@@ -207,9 +207,12 @@ def _disk(source: Path | None, size: str | None, disk: Disk) -> Disk:
     if source is None:
         return disk
     try:
-        found = ssd.read(source)
+        return _told_by(disk, ssd.read(source))
     except ValueError as error:
         raise ForebayError(f"--disk: {error}") from error
+
+
+def _told_by(disk: Disk, found: ssd.Ssd) -> Disk:
     return replace(
         disk,
         capacity_bytes=disk.capacity_bytes or found.capacity_bytes,
@@ -217,6 +220,17 @@ def _disk(source: Path | None, size: str | None, disk: Disk) -> Disk:
         endurance_bytes=found.endurance_bytes,
         source=f"{found.model or 'disk'} ({found.source})",
     )
+
+
+def _disk_below(cache: Path, disk: Disk) -> Disk:
+    """With what the disk of a gateway's cache says, where it can be asked: it takes root, and smartctl or nvme."""
+    device = ssd.device_of(cache)
+    if device is None or disk.source != Disk().source:
+        return disk
+    try:
+        return _told_by(disk, ssd.read(device))
+    except (ValueError, OSError):
+        return disk
 
 
 def _with_gateway(inputs: Inputs) -> Inputs:
@@ -234,7 +248,12 @@ def _with_gateway(inputs: Inputs) -> Inputs:
         source = f"measured on {status.node} now, times {inputs.nodes}" if rate >= 1e5 else "nothing drains now: not measured"
         tiers.append(Tier(tier.name, rate * inputs.nodes if rate >= 1e5 else None, tier.kind, source))
     cache_bytes = status.cache.capacity_bytes if inputs.cache_bytes is None else inputs.cache_bytes
-    return replace(inputs, tiers=tuple(tiers), cache_bytes=cache_bytes)
+    disk = (
+        _disk_below(Path(status.cache.path), inputs.disk)
+        if addresses.resolve(chosen_address()).startswith("unix:")
+        else inputs.disk
+    )
+    return replace(inputs, tiers=tuple(tiers), cache_bytes=cache_bytes, disk=disk)
 
 
 def _simulated(plan: needs.Plan, duration_s: float, stagger_s: float, seed: int, jobs: int, skip: bool) -> Any:

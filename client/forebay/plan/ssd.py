@@ -4,6 +4,7 @@ Owns reading it. NVMe counts "data units" of 512,000 bytes (NVM Express base spe
 """
 
 import json
+import os
 import shutil
 import stat
 import subprocess
@@ -38,6 +39,18 @@ def read(source: Path) -> Ssd:
     if source.exists() and (stat.S_ISBLK(source.stat().st_mode) or stat.S_ISCHR(source.stat().st_mode)):
         return parse(_ask(source), str(source))
     return parse(source.read_text(encoding="utf-8", errors="replace"), str(source))
+
+
+def device_of(path: Path) -> Path | None:
+    """The disk on which a directory lies; None where that is no single disk that can be seen from here."""
+    try:
+        number = path.stat().st_dev
+        found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve(strict=True)
+    except OSError:
+        return None
+    disk = found.parent if (found / "partition").exists() else found
+    device = Path("/dev") / disk.name
+    return device if (disk / "device").exists() and device.exists() else None
 
 
 def _ask(device: Path) -> str:
