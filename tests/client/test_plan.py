@@ -305,6 +305,13 @@ def test_the_command_says_it_as_text(call) -> None:
     assert "warning" not in said
 
 
+def test_the_readme_shows_what_the_command_says(call) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    command, _, shown = text.partition("    $ forebay plan ")[2].partition("\n")
+    said = call(*command.split())
+    assert shown.startswith("".join(f"    {line}\n" if line else "\n" for line in said.splitlines()))
+
+
 def test_the_json_has_the_documented_keys(call) -> None:
     said = json.loads(call(*WORDS, "--simulate", "--json"))
     help_text = str(plan_command.__doc__)

@@ -59,6 +59,13 @@ def test_a_tier_that_is_too_slow_falls_behind_or_skips() -> None:
     assert skipping.saves == skipping.complete + skipping.skipped + skipping.waiting
 
 
+def test_skips_keep_the_slowest_nodes_in_step() -> None:
+    """The group that decides is faster than others: it waits until a checkpoint is out everywhere before it begins another."""
+    for seed in range(1, 5):
+        found = run(tier_bytes_per_s=2 * GB, uneven=0.4, seed=seed, rules=RunRules(skip_superseded=True))
+        assert found.skipped > 30 and found.oldest_max_s < 900
+
+
 def test_cadence_takes_every_nth() -> None:
     found = run(rules=RunRules(every=4))
     assert found.complete == 25 and found.skipped in (72, 73, 74)
