@@ -176,6 +176,15 @@ def test_a_lagging_drain_skips_what_is_superseded() -> None:
     assert feed.sent(100.0) == [begun, newest, incomplete]
 
 
+def test_what_went_before_it_was_complete_supersedes_too() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=0.0))
+    old, new = feed.save("r", 0.0), feed.save("r", 1.0, complete=False)
+    feed.queue.prioritise([new])
+    assert feed.send(2.0).session_id == new
+    feed.queue.complete(new)
+    assert feed.send(2.0) == Skip(old, "r", old, (old,), f"the drain lags: step {new} is newer and complete")
+
+
 @pytest.mark.parametrize("kept", ["pinned", "final", "preempted", "held", "prioritised", "another's", "begun before"])
 def test_what_is_never_skipped(kept: str) -> None:
     feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=0.0, every=3))

@@ -27,6 +27,9 @@ def test_a_steady_fleet_is_as_worked_out_by_hand() -> None:
     assert found.tier_busy == pytest.approx(99 * 50 / 11_000, rel=0.01)
     assert found.backlog_max_bytes == pytest.approx(400 * GB)
     assert len(found.samples) == 200 and found.samples[-1].at_s == 11_000
+    # 55 s each: saved at 110 and out at 160, so that the second shows nothing, the third all of it.
+    assert [round(sample.backlog_bytes / GB) for sample in found.samples[:4]] == [0, 0, 400, 0]
+    assert [round(sample.oldest_s) for sample in found.samples[:4]] == [0, 0, 50, 0]
 
 
 def test_nodes_go_no_faster_than_their_network() -> None:

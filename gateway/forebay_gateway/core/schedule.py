@@ -119,6 +119,8 @@ class Scheduler:
     def complete(self, session_id: int) -> None:
         """All parts of the checkpoint are in caches or on the tier: from now on it supersedes older ones of its run."""
         checkpoint = self._checkpoints.get(session_id)
+        if checkpoint is None:  # this node's parts went before the others' were committed
+            checkpoint = next((run.finished[session_id] for run in self._runs.values() if session_id in run.finished), None)
         if checkpoint is None or checkpoint.complete:
             return
         checkpoint.complete = True

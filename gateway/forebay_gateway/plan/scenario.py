@@ -103,12 +103,12 @@ def check(scenario: Scenario) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The fleet at one time."""
+    """The fleet from the sample before until `at_s`: the largest backlog, the oldest age, how busy the tier was."""
 
     at_s: float
     backlog_bytes: float
     oldest_s: float
-    tier_busy: float  # share of the tier's rate in use since the sample before
+    tier_busy: float
 
 
 @dataclass(frozen=True, slots=True)

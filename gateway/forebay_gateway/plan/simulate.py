@@ -120,7 +120,7 @@ class _Group:
     def _waits(self, pieces: int) -> None:
         fleet = self.job.fleet
         fleet.waiting_pieces += pieces * self.nodes
-        fleet.waiting_pieces_max = max(fleet.waiting_pieces_max, fleet.waiting_pieces)
+        fleet.most_pieces = max(fleet.most_pieces, fleet.waiting_pieces)
 
 
 class _Job:
@@ -201,6 +201,7 @@ class _Job:
             del self.saved[session]
             fleet.complete += 1
             fleet.drains_s.append(fleet.now_s - at_s)
+            fleet.oldest_s = max(fleet.oldest_s, fleet.now_s - at_s)
             self.safe_s = max(self.safe_s, trained_s)
             self.begun = 0 if self.begun == session else self.begun
             self.groups[0].kick()
@@ -308,7 +309,8 @@ class _Fleet:
         self._number = 0
         self._random = random.Random(scenario.seed)
         self.saves = self.complete = self.skipped = self.dropped = self.failures = self.decisions = self.done = 0
-        self.waiting_pieces = self.waiting_pieces_max = 0  # of nodes' parts
+        self.waiting_pieces = 0  # of nodes' parts
+        self.most_pieces, self.oldest_s = 0, 0.0  # since the last sample
         self.lost_s = self.restart_s = self.saving_s = self.stalled_s = 0.0
         self.drains_s: list[float] = []
         self.samples: list[Sample] = []
@@ -347,10 +349,12 @@ class _Fleet:
     def _sample(self) -> None:
         self.tier.advance()
         scenario = self.scenario
-        oldest_s = max((self.now_s - at_s for job in self.jobs for _, at_s, _ in job.saved.values()), default=0.0)
+        oldest_s = max([self.oldest_s, *(self.now_s - at_s for job in self.jobs for _, at_s, _ in job.saved.values())])
+        backlog_bytes = self.most_pieces * scenario.node_bytes / BATCHES
+        self.most_pieces, self.oldest_s = self.waiting_pieces, 0.0
         carried, self._carried_bytes = self.tier.carried_bytes - self._carried_bytes, self.tier.carried_bytes
         busy = carried / (scenario.tier_bytes_per_s * scenario.duration_s / SAMPLES)
-        self.samples.append(Sample(self.now_s, self.waiting_pieces * scenario.node_bytes / BATCHES, oldest_s, busy))
+        self.samples.append(Sample(self.now_s, backlog_bytes, oldest_s, busy))
 
     def _outcome(self) -> Outcome:
         scenario = self.scenario
@@ -376,9 +380,9 @@ class _Fleet:
             saving_s=self.saving_s,
             stalled_s=stalled_s,
             useful_share=useful_s / (scenario.jobs * scenario.duration_s),
-            backlog_max_bytes=self.waiting_pieces_max * scenario.node_bytes / BATCHES,
+            backlog_max_bytes=max(sample.backlog_bytes for sample in self.samples),
             backlog_end_bytes=self.waiting_pieces * scenario.node_bytes / BATCHES,
-            oldest_max_s=max([*drains_s[-1:], *(sample.oldest_s for sample in self.samples)]),
+            oldest_max_s=max(sample.oldest_s for sample in self.samples),
             drain_mean_s=sum(drains_s) / len(drains_s) if drains_s else None,
             drain_p99_s=drains_s[int(0.99 * (len(drains_s) - 1))] if drains_s else None,
             interval_on_tier_s=scenario.jobs * scenario.duration_s / self.complete if self.complete else None,
