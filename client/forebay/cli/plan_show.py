@@ -28,6 +28,8 @@ def show(items: tuple[Item, ...], plan: Plan, outcome: Any) -> None:
     rows = [(need.name, need.scope, _amount(need.needs, need), _amount(need.has, need), *_shares(need)) for need in plan.needs]
     say(f"every {duration_text(inputs.interval_s)} needs")
     table(("RESOURCE", "OF THE", "NEEDS", "HAS", "BUSY", "SHORTEST", "SOURCE"), rows, numeric=(2, 3, 4, 5))
+    if not inputs.tiers:
+        say("no tier is known: give one, such as --tier pfs=20GB/s, or ask where a gateway runs")
     say("")
     say(f"saturates first  {plan.saturates_first}")
     say(f"shortest safe    {duration_text(plan.interval_safe_s)} (nothing busier than {inputs.headroom:.0%})")

@@ -152,7 +152,7 @@ class Scheduler:
         if not checkpoint.started:
             self._start(checkpoint, now_s)
         lane.virtual += size / checkpoint.run.rules.weight
-        self._debt = self._debt + size if waiting.overdue else max(0.0, self._debt - size)
+        self._debt = self._debt + size if waiting.overdue else max(-self._rules.quantum_bytes, self._debt - size)
         self._list_checkpoint(checkpoint)
 
     def verified(self, order: int, copies: int = 1) -> None:
