@@ -185,6 +185,15 @@ def test_what_went_before_it_was_complete_supersedes_too() -> None:
     assert feed.send(2.0) == Skip(old, "r", old, (old,), f"the drain lags: step {new} is newer and complete")
 
 
+def test_a_queue_that_is_held_skips_nothing() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=0.0))
+    old, new = feed.save("r", 0.0), feed.save("r", 1.0)
+    feed.queue.hold()
+    assert feed.send(5.0) == Idle(None) and len(feed.queue) == 2
+    feed.queue.release()
+    assert feed.send(5.0).session_id == old and feed.sent(5.0) == [new]
+
+
 @pytest.mark.parametrize("kept", ["pinned", "final", "preempted", "held", "prioritised", "another's", "begun before"])
 def test_what_is_never_skipped(kept: str) -> None:
     feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=0.0, every=3))

@@ -252,12 +252,12 @@ class Scheduler:
 
     def decide(self, now_s: float) -> Next | Skip | Idle:
         """What to do now. Next and Idle change nothing that counts: asked again, it says the same. A Skip left the queue."""
+        if self._held:
+            return Idle(None)
         while True:
             self._wake(now_s)
             if (skip := self._skip(now_s)) is not None:
                 return skip
-            if self._held:
-                return Idle(None)
             waiting, why = self._pick(now_s)
             if waiting is not None:
                 waiting.overdue = why == "overdue"
