@@ -36,6 +36,7 @@ from forebay.types import (
 )
 
 if TYPE_CHECKING:
+    from forebay.adaptive import AdaptiveInterval
     from forebay.aio import AsyncCheckpointWriter, AsyncClient, AsyncReader
     from forebay.aio_background import AsyncBackgroundCheckpoint, AsyncPending
     from forebay.aio_care import AsyncCare
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from forebay.writer import CheckpointWriter
 
 __all__ = [
+    "AdaptiveInterval",
     "AlreadyExists",
     "AsyncBackgroundCheckpoint",
     "AsyncCare",
@@ -88,6 +90,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AdaptiveInterval": "forebay.adaptive",
     "AsyncBackgroundCheckpoint": "forebay.aio_background",
     "AsyncCare": "forebay.aio_care",
     "AsyncCheckpointWriter": "forebay.aio",

@@ -54,6 +54,12 @@ class Pressure:
     tiers: tuple[TierBacklog, ...] = ()
     retry_after_s: float | None = None
 
+    def sustainable_interval_s(self, size: int) -> float | None:
+        """The shortest interval between saves of `size` bytes on this node that every tier which is draining now carries at the
+        rate that it shows; None where none is. Leave some room above it."""
+        rates = [tier.drain_bytes_per_s for tier in self.tiers if tier.pending_bytes > 0 and tier.drain_bytes_per_s > 0]
+        return size / min(rates) if rates else None
+
 
 @dataclass(frozen=True, slots=True)
 class CommitReceipt:

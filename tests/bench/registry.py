@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from bench import background, catalog, drain, load, profiling, restore, save, scaling, small
+from bench import background, catalog, drain, load, plan, profiling, restore, save, scaling, small
 from bench.harness import Job
 from bench.rows import BY_NAME, Row, Spec
 
@@ -53,6 +53,9 @@ MEASUREMENTS = (
     _known(background.blocked, "async-save"),
     _known(catalog.at_scale, "catalog-status", "catalog-ls", "catalog-start", "catalog-rss"),
     _known(catalog.evicted, *(f"catalog-evicted-{name}" for name in ("status", "ls", "start", "rss"))),
+    _known(plan.decisions, "plan-decision"),
+    _known(plan.day, "plan-simulate"),
+    _known(plan.predicted, "plan-predicted"),
     _known(load.memory, "memory-peak", "memory-growth"),
     _known(load.loop_lag, "loop-lag"),
     *(

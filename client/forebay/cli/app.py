@@ -39,6 +39,11 @@ def client() -> Client:
     return Client(_chosen["address"])
 
 
+def chosen_address() -> str | None:
+    """What was given as --address."""
+    return _chosen["address"]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -62,7 +67,7 @@ def _options(
     _chosen["address"] = address
 
 
-_GROUPS = ("serve", "config", "data", "show", "keep", "queue", "care", "move", "bench", "doctor", "demo")
+_GROUPS = ("serve", "config", "data", "show", "keep", "queue", "care", "move", "plan", "bench", "doctor", "demo")
 
 
 # The base of typer's argument errors. It has no public name: it is click's own, or a copy inside typer, by version.
