@@ -8,6 +8,7 @@ from crash.kit import LARGE, MIDDLE, RUN, SMALL, Job, Trainer, delete, listed
 THREADS = 3
 KEPT = 3  # checkpoints a thread keeps; older ones are deleted
 SIZES = (LARGE, MIDDLE, SMALL, 0)
+RETRY_S = 600.0  # the gateway is gone most of the time, on a busy machine all the more
 
 
 class Load:
@@ -38,7 +39,7 @@ class Load:
     def _train(self, number: int, seed: float) -> None:
         rng = random.Random(seed)
         mine: list[int] = []
-        with self._bench.client() as client:
+        with self._bench.client(retry_s=RETRY_S) as client:
             step = number
             while not self._stop.is_set():
                 step += THREADS
@@ -56,7 +57,7 @@ class Load:
 
     def _watch(self) -> None:
         """What was reported complete on a tier stays so."""
-        with self._bench.client() as client:
+        with self._bench.client(retry_s=RETRY_S) as client:
             while not self._stop.wait(0.3):
                 self._bench.check_visible()
                 before = self._on_tier.copy()
