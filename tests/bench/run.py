@@ -142,16 +142,16 @@ def _measure(asked: argparse.Namespace, measurements: Sequence[registry.Measurem
         for row in run(job, measurements):
             rows.append(row)
             print(line(row), flush=True)
-    result = {
-        "format": FORMAT,
-        "quick": job.quick,
-        "machine": machine,
-        "job": about,
-        "seconds": round(time.monotonic() - began_s, 1),
-        "rows": [{**as_json(row), "shown": row.shown, "verdict": row.verdict} for row in rows],
-    }
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            if asked.json is not None:  # after each: what an interrupt cuts short has cost its time too
+                result = {
+                    "format": FORMAT,
+                    "quick": job.quick,
+                    "machine": machine,
+                    "job": about,
+                    "seconds": round(time.monotonic() - began_s, 1),
+                    "rows": [{**as_json(row), "shown": row.shown, "verdict": row.verdict} for row in rows],
+                }
+                asked.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     missed, failed = [row.name for row in rows if row.met is False], [row.name for row in rows if row.failed]
     print(_summary(rows, missed, failed))
     return 1 if failed or (asked.strict and missed) else 0
