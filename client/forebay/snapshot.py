@@ -65,7 +65,7 @@ class Copier:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._helpers = min(len(os.sched_getaffinity(0)), _THREADS_MAX) - 1
+        self._more_threads = min(len(os.sched_getaffinity(0)), _THREADS_MAX) - 1
 
     def copy(self, source: Source, region: Region, start: int, label: str) -> SnapshotSource:
         """`source`, of known size, copied to `start` in a region. Raises what reading it raises."""
@@ -117,22 +117,22 @@ class Copier:
             while (first := next(turns) * _TURN_BYTES) < size:
                 act(first, min(size, first + _TURN_BYTES))
 
-        helpers: list[Future[None]] = []
+        parts: list[Future[None]] = []
         try:
-            for _ in range(min(self._helpers, (size - 1) // _TURN_BYTES)):
-                helpers.append(self._executor().submit(work))
+            for _ in range(min(self._more_threads, (size - 1) // _TURN_BYTES)):
+                parts.append(self._executor().submit(work))
             work()
         finally:
             # One that has not begun is not needed; the others let go of the caller's data first.
-            wait([helper for helper in helpers if not helper.cancel()])
-        for helper in helpers:
-            if not helper.cancelled():
-                helper.result()
+            wait([part for part in parts if not part.cancel()])
+        for part in parts:
+            if not part.cancelled():
+                part.result()
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._helpers, thread_name_prefix="forebay-snapshot")
+                self._threads = ThreadPoolExecutor(self._more_threads, thread_name_prefix="forebay-snapshot")
             return self._threads
 
 

@@ -289,6 +289,7 @@ class CheckpointWriter:
                 stream.put_many(self._connection, self._part, _batches(remaining), keep)
             except ForebayError as error:
                 attempts.pause(error)
+                self._check_open("put_many")
         return done
 
     def _keep(self, receipts: list[Receipt]) -> list[Receipt]:

@@ -127,11 +127,9 @@ async def test_cancelling_ends_the_rpc(memory: MemoryGateway, what: str) -> None
         task = asyncio.create_task(acts[what]())
         await asyncio.sleep(0.5)
         assert not task.done()
-        began_s = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - began_s < 2
+            await asyncio.wait_for(task, 30)
         await stream.aclose()
         assert await client.latest("r") == 1  # the client is as good as before
 

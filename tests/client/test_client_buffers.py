@@ -185,7 +185,7 @@ def test_a_snapshot_is_bit_exact_and_knows_its_checksums(size: int, kind: str, t
         "file": lambda: io.BytesIO(data),
     }[kind]()
     pool, copier = BufferPool(size + 3 * PAGE_BYTES), Copier()
-    copier._helpers = 2  # whatever this machine has
+    copier._more_threads = 2  # whatever this machine has
     region = pool.take(size + 100, 1, "x")
     copy = copier.copy(snapshotted(source, "x"), region, 100, "x")
     path.write_bytes(b"")
@@ -217,7 +217,7 @@ def test_what_is_checksummed_is_the_copy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_error_on_one_thread_is_raised_after_all_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, copier = BufferPool(64 * MIB), Copier()
-    copier._helpers = 3
+    copier._more_threads = 3
     region = pool.take(64 * MIB, 1, "x")
     running = threading.Semaphore(0)
 

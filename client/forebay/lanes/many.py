@@ -54,6 +54,6 @@ def batches(names: Iterable[str]) -> Iterator[list[str]]:
             yield batch
             batch, size = [], 0
         batch.append(name)
-        size += len(name)
+        size += len(name.encode())
     if batch:
         yield batch

@@ -13,7 +13,6 @@ from forebay.plan.interval import daly_s, lost_share, young_s
 PART_BYTES, PARTS_MAX = 16 << 20, 10_000  # of a multipart upload, as the gateway makes them
 POSIX_OPS_A_SHARD = 6  # create, rename, two directory entries synced, open and stat for reading back
 MONTH_S = 365.25 / 12 * 86400
-YEAR_S = 365.25 * 86400
 FULL_AT = 0.95  # of the cache: new shards are refused
 YEARS_MIN = 3.0  # a disk that lasts shorter is worth a word
 SHARE_MAX = 0.2  # so is a job that loses more than this

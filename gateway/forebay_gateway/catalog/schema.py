@@ -150,12 +150,6 @@ def part_key(session_id: int, writer: int) -> bytes:
     return _PART.pack(session_id, writer)
 
 
-def part_of_key(key: bytes) -> tuple[int, int]:
-    """(session id, writer) of a key in `parts` or `open_parts`."""
-    session_id, writer = _PART.unpack(key)
-    return session_id, writer
-
-
 def part_shard_key(session_id: int, writer: int, shard_id: int) -> bytes:
     """session writer shard."""
     return _PART_SHARD.pack(session_id, writer, shard_id)

@@ -24,7 +24,7 @@ from hmac import compare_digest
 from pathlib import Path
 
 from forebay_gateway.base import failpoints
-from forebay_gateway.cache.footer import BLOCK, align, disk_size, encode
+from forebay_gateway.cache.footer import align, disk_size, encode
 from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.reader import ShardReader
@@ -454,6 +454,3 @@ class ReadLease:
             self._ended = True
             self.handed()
             self._evictor.let_go(self._key)
-
-
-__all__ = ["BLOCK", "Leases", "Peer", "ReadLease", "Sealed", "WriteLease"]

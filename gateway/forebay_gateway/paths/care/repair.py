@@ -16,7 +16,7 @@ from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
 from forebay_gateway.paths.care.documents import BadDocument, local_record, write_again
-from forebay_gateway.paths.care.finding import Finding, Severity
+from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.mend import Mender
 from forebay_gateway.paths.care.rebuild import note_damage
@@ -186,8 +186,3 @@ def _key(finding: Finding) -> ShardKey:
     if finding.key is None:
         raise ValueError(f"a finding of kind {finding.kind} without its shard")
     return finding.key
-
-
-def is_left(finding: Finding) -> bool:
-    """Whether something is still wrong after this."""
-    return finding.severity is Severity.ERROR and finding.outcome != REPAIRED
