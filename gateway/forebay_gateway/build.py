@@ -23,7 +23,7 @@ from forebay_gateway.base.tasks import Crew, Worker, uncut_ended, uncut_left
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged, is_damage
-from forebay_gateway.core.config import Config, TierConfig
+from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool

@@ -17,7 +17,7 @@ from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway, open_node
 from forebay_gateway.cache.layout import CacheDir, FoundFile
 from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems
-from forebay_gateway.core.config import Config
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
 from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker

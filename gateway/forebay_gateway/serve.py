@@ -18,7 +18,8 @@ from forebay_gateway import __version__
 from forebay_gateway.base.heap import keep_freed_memory, keep_loaded
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway
-from forebay_gateway.core.config import Config, default_config, load_config
+from forebay_gateway.core.config import default_config, load_config
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, StartupError
 
 log = logging.getLogger("forebay.serve")

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.tier_kit import CHUNK, BytesSource, blob, collect
 from forebay_gateway.base.clock import FakeClock
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, NotFound, PermissionDenied, Unavailable
 from forebay_gateway.tiers.base import ObjectInfo, StorageFull, Tier
 from forebay_gateway.tiers.factory import open_tier

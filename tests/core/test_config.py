@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay_gateway.core.config import Config, ConfigError, config_table, default_config, load_config, render_toml
+from forebay_gateway.core.config import ConfigError, config_table, default_config, load_config, render_toml
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import StartupError
 
 MINIMAL = '[cache]\npath = "/c"\n[[tier]]\nname = "pfs"\nkind = "posix"\npath = "/p"\n'

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from forebay_gateway.core.config import Config, load_config
+from forebay_gateway.core.config import load_config
+from forebay_gateway.core.config_sections import Config
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.cli.doctor import doctor
 from forebay_gateway.cache.mounts import Mount, mount_of
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.doctor import devices, fio, node, striping, wear
 from forebay_gateway.doctor.filesystem import mount_check, space_checks, type_check
 from forebay_gateway.doctor.frequency import Measured, highest

@@ -20,7 +20,8 @@ from forebay.cli.app import run as forebay_command
 from forebay.cli.signals import ended_once
 from forebay.demo.gateways import FOREBAY, posix_tier, s3_tier
 from forebay.demo.seaweedfs import SeaweedFS, free_ports
-from forebay_gateway.core.config import Config, TierConfig, load_config
+from forebay_gateway.core.config import load_config
+from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import InvalidArgument
 from forebay_gateway.doctor import Check, Report, examine, fio, probe_files, syncs, throughput, tiers
 from forebay_gateway.doctor.report import CHECKS

@@ -23,7 +23,8 @@ from catalog.kit import check_sums
 from forebay_gateway import build
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
-from forebay_gateway.core.config import TierConfig, load_config
+from forebay_gateway.core.config import load_config
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key, shard_key
 from forebay_gateway.core.records import NamedShard, PartState

@@ -8,7 +8,7 @@ import pytest
 
 from conformance.tier_kit import CHUNK, BytesSource, blob
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.movers.jobs import DrainJob, ItemDone, ItemFailed, Setup, ShardItem
 from forebay_gateway.movers.worker import JobRunner
 from forebay_gateway.tiers.base import ObjectInfo

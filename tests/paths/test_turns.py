@@ -9,7 +9,7 @@ import pytest
 from conformance.tier_kit import CHUNK, BytesSource, blob
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.movers.jobs import DrainJob, ItemDone, Setup, ShardItem
 from forebay_gateway.movers.turn import WORK_S, YIELD_S, Turn
 from forebay_gateway.movers.worker import JobRunner

@@ -1,6 +1,6 @@
-"""The gateway's configuration: every key with its meaning, read from TOML text and the environment.
+"""The gateway's configuration, read from TOML text and the environment.
 
-Owns the keys, their defaults, the rules across keys, and the text forms (TOML, the table in README). Does not own how a
+Owns the rules across keys and the text forms (TOML, the table in README). Does not own the keys (core/config_sections), how a
 single value is read (core/config_keys), nor files: callers read the text and pass the host's facts in.
 """
 
@@ -9,17 +9,23 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from posixpath import dirname
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
 from forebay_gateway.core.config_keys import READERS, BadValue, Key, from_environment
+from forebay_gateway.core.config_sections import (
+    SYSTEM_SOCKET,
+    CacheConfig,
+    Config,
+    LogConfig,
+    MetricsConfig,
+    NodeConfig,
+    TierConfig,
+)
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.core.quantities import format_duration, format_size
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-DAY_S = 86400.0
-SYSTEM_SOCKET = "/run/forebay/gateway.sock"
 ENV_PREFIX = "FOREBAY_"
 
 
@@ -27,184 +33,15 @@ class ConfigError(StartupError):
     """A configuration that cannot be used; the message names the key, the value, the rule and a value that would do."""
 
 
-def _key(description: str, read: str, **facts: Any) -> msgspec.Meta:
-    return msgspec.Meta(description=description, extra={"key": Key(read, **facts)})
-
-
-class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[node]: this gateway and how it is reached. Durations are seconds."""
-
-    id: Annotated[
-        str, _key("Name of this node on the tiers and in status; unique in the cluster.", "node id", default="host name")
-    ]
-    listen: Annotated[
-        tuple[str, ...],
-        _key(
-            "Addresses to serve: `unix:///path` and `host:port`.",
-            "list of addresses",
-            default=f"`unix://{SYSTEM_SOCKET}`, or below `$XDG_RUNTIME_DIR` when not root",
-        ),
-    ]
-    runtime_dir: Annotated[
-        str,
-        _key("Directory for sockets and other files of a running gateway.", "path", default="directory of the first socket"),
-    ]
-    advertise: Annotated[str, _key("Address under which other nodes reach this one; empty: none.", "address")] = ""
-    abandon_after: Annotated[
-        float, _key("A session silent for this long loses its shards that were never committed.", "duration", low=1)
-    ] = 3600.0
-    complete_within: Annotated[
-        float,
-        _key(
-            "After this long a checkpoint that lacks a writer's commit is reported incomplete, with an alarm, and waits end.",
-            "duration",
-            low=1,
-        ),
-    ] = 3600.0
-    takeover_after: Annotated[
-        float, _key("After this long another gateway than writer 0's may complete a checkpoint on a tier.", "duration", low=1)
-    ] = 60.0
-    stream_timeout: Annotated[
-        float, _key("A stream of a shard that sends nothing for this long is ended, and nothing of it kept.", "duration", low=1)
-    ] = 60.0
-    movers: Annotated[
-        int,
-        _key("Mover processes that fetch for restores; each tier's drain has one of its own.", "whole number", low=1, high=16),
-    ] = 1
-    drain_timeout: Annotated[
-        float, _key("Time to finish work under way at SIGTERM before it is cancelled.", "duration", high=3600)
-    ] = 20.0
-
-
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[cache]: the NVMe directory that takes the surge. Sizes are bytes, watermarks fractions of capacity."""
-
-    path: Annotated[str, _key("Directory of shards and catalog, on a local disk.", "path", default="required")]
-    capacity: Annotated[
-        int | None, _key("Bytes the cache may fill, footers and padding included.", "size", low=1, default="80% of the disk")
-    ] = None
-    chunk_size: Annotated[
-        int, _key("Unit of checksums and transfer, a power of two.", "power-of-two size", low=64 * KIB, high=64 * MIB)
-    ] = 4 * MIB
-    soft: Annotated[
-        float, _key("Fill above which verified shards are evicted, oldest first.", "fraction", low=0.01, high=1)
-    ] = 0.60
-    hard: Annotated[float, _key("Fill at which pressure is reported as `hard`.", "fraction", low=0.01, high=1)] = 0.90
-    refuse: Annotated[float, _key("Fill at which new shards are refused.", "fraction", low=0.01, high=1)] = 0.95
-    reopen: Annotated[float, _key("Fill below which refused writers are let in again.", "fraction", low=0.01, high=1)] = 0.85
-    catalog_reserve: Annotated[int, _key("Bytes kept free on the disk for the catalog.", "size", low=MIB)] = 256 * MIB
-    direct_io: Annotated[
-        str, _key("`auto` uses O_DIRECT where the file system has it; `off` never does.", "choice", choices=("auto", "off"))
-    ] = "auto"
-    pack: Annotated[
-        str,
-        _key(
-            "`auto` puts small shards (below 1 MiB) together into pack files where they are many: 64 in a request or in their "
-            "part so far; `never` gives each a file of its own, which other software can read on a tier.",
-            "choice",
-            choices=("auto", "never"),
-        ),
-    ] = "auto"
-    repair: Annotated[
-        str,
-        _key(
-            "`auto` replaces bytes that were found damaged, in the cache or on a tier, from another good copy; "
-            "`ask` leaves them in quarantine for `forebay repair`.",
-            "choice",
-            choices=("auto", "ask"),
-        ),
-    ] = "auto"
-    rebuild: Annotated[
-        str,
-        _key(
-            "A catalog that is lost or damaged: `auto` rebuilds it from the cache's files at start and keeps the damaged one "
-            "aside; `ask` refuses to start and says what to run.",
-            "choice",
-            choices=("auto", "ask"),
-        ),
-    ] = "auto"
-    scrub_rate: Annotated[
-        int,
-        _key("Most bytes a second that the background scrub reads; 0 or `off`: no scrub.", "size per second or off"),
-    ] = 50 * MIB
-    scrub_every: Annotated[
-        float, _key("Pause between scrubs of the whole cache; 0 or `off`: only when started.", "duration or off")
-    ] = 7 * DAY_S
-
-
-class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[[tier]]: one place that shards drain to. Keys of another kind are errors."""
-
-    name: Annotated[str, _key("Name of the tier, used as a level in waits and status.", "tier name", default="required")]
-    kind: Annotated[str, _key("What the tier is.", "choice", choices=("posix", "s3", "memory"), default="required")]
-    required: Annotated[bool, _key("Whether a shard must be verified here before the cache may evict it.", "true or false")] = (
-        True
-    )
-    bandwidth: Annotated[
-        int | None,
-        _key("Most bytes a second that this node sends to the tier.", "size per second", low=64 * KIB, default="no limit"),
-    ] = None
-    iops: Annotated[
-        int | None, _key("Most requests a second that this node sends to the tier.", "whole number", low=1, default="no limit")
-    ] = None
-    concurrency: Annotated[int, _key("Transfers at a time for each mover.", "whole number", low=1, high=256)] = 4
-    scrub_rate: Annotated[
-        int,
-        _key("Most bytes a second read back from the tier to find silent damage; 0 or `off`: never.", "size per second or off"),
-    ] = 20 * MIB
-    scrub_every: Annotated[
-        float | None,
-        _key(
-            "Pause between such readings of all that this node put there; 0 or `off`: only when started.",
-            "duration or off",
-            default="30d; 180d for S3",
-        ),
-    ] = None
-    path: Annotated[str, _key("Directory of the tier.", "path", only="posix", default="required")] = ""
-    bucket: Annotated[str, _key("Bucket of the tier.", "bucket", only="s3", default="required")] = ""
-    prefix: Annotated[str, _key("Keys begin with this and a `/`; empty: the bucket's root.", "key prefix", only="s3")] = ""
-    endpoint: Annotated[str | None, _key("Server, where it is not AWS.", "URL", only="s3", default="AWS")] = None
-    region: Annotated[str | None, _key("Region.", "text", only="s3", default="AWS chain")] = None
-    addressing: Annotated[
-        str, _key("Where the bucket's name stands.", "choice", only="s3", choices=("auto", "path", "virtual"))
-    ] = "auto"
-    sign_payload: Annotated[
-        bool, _key("Sign bodies too; costs CPU, and CRC32C protects them already.", "true or false", only="s3")
-    ] = False
-    part_size: Annotated[
-        int | None,
-        _key(
-            "Bytes in each part of a multipart upload.",
-            "size",
-            only="s3",
-            low=5 * MIB,
-            high=5 * GIB,
-            default="from the object's size",
-        ),
-    ] = None
-
-
-class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[log]: what goes to standard error."""
-
-    level: Annotated[str, _key("Least severe record shown.", "choice", choices=("debug", "info", "warning", "error"))] = "info"
-    format: Annotated[
-        str, _key("`text` for people, `json` for collectors, one object a line.", "choice", choices=("text", "json"))
-    ] = "text"
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the gateway is told."""
-
-    node: NodeConfig
-    cache: CacheConfig
-    tiers: tuple[TierConfig, ...]
-    log: LogConfig = LogConfig()
-
-
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"node": NodeConfig, "cache": CacheConfig, "tier": TierConfig, "log": LogConfig}
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "node": NodeConfig,
+    "cache": CacheConfig,
+    "tier": TierConfig,
+    "metrics": MetricsConfig,
+    "log": LogConfig,
+}
 # Part of the contract, not yet built: refused by name, so that nobody believes they have an effect.
-_LATER_SECTIONS = ("policy", "retain", "peers", "security", "metrics")
+_LATER_SECTIONS = ("policy", "retain", "peers", "security")
 _LATER_KEYS = {"tier": ("every", "stripe"), "cache": ("max_dirty_age",)}
 
 
@@ -422,7 +259,8 @@ def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, uid: int
     reader = _Reader(raw, env, source)
     node = _node(reader, env, uid, hostname)
     cache = _cache(reader)
-    return Config(node=node, cache=cache, tiers=_tiers(reader, cache), log=LogConfig(**reader.values("log")))
+    metrics, log = MetricsConfig(**reader.values("metrics")), LogConfig(**reader.values("log"))
+    return Config(node=node, cache=cache, tiers=_tiers(reader, cache), metrics=metrics, log=log)
 
 
 def load_config(text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "") -> Config:
@@ -464,7 +302,7 @@ def _toml_value(value: Any, read: str) -> str:
     return repr(value)
 
 
-def _lines(section: str, struct: NodeConfig | CacheConfig | TierConfig | LogConfig) -> Iterator[str]:
+def _lines(section: str, struct: NodeConfig | CacheConfig | TierConfig | MetricsConfig | LogConfig) -> Iterator[str]:
     for name, key in _KEYS[section].items():
         value = getattr(struct, name)
         if value is None or (isinstance(struct, TierConfig) and key.only not in ("", struct.kind)):
@@ -476,6 +314,7 @@ def render_toml(config: Config) -> str:
     """The whole configuration as TOML, defaults included; load_config gives the same configuration back."""
     blocks = [["[node]", *_lines("node", config.node)], ["[cache]", *_lines("cache", config.cache)]]
     blocks += [["[[tier]]", *_lines("tier", tier)] for tier in config.tiers]
+    blocks.append(["[metrics]", *_lines("metrics", config.metrics)])
     blocks.append(["[log]", *_lines("log", config.log)])
     return "\n".join("\n".join(block) + "\n" for block in blocks)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay_gateway.cache.mounts import Mount, existing_ancestor
-from forebay_gateway.core.config import Config, TierConfig
+from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import ForebayError, InvalidArgument
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.core.quantities import format_size

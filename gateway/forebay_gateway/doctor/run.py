@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay_gateway.cache.mounts import existing_ancestor
-from forebay_gateway.core.config import Config
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument
 from forebay_gateway.doctor import fio, node, probe_files, syncs, throughput
 from forebay_gateway.doctor.devices import Gauge, Load, device_of, disk_check, disks_of, disks_under, sharing

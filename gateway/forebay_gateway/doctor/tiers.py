@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied, Unsupported
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.doctor.probe_files import is_left_over, new_name

@@ -8,7 +8,7 @@ from typing import Union
 
 import msgspec
 
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.tiers.base import Capabilities
 
 MAX_MESSAGE_BYTES = 256 << 20

@@ -20,7 +20,7 @@ from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.reader import ShardReader
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import Corrupt, ForebayError, Unavailable, to_record
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers import fetch

@@ -15,7 +15,7 @@ from forebay_gateway.base.recent import Recent
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
-from forebay_gateway.core.config import Config
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import MoverPool

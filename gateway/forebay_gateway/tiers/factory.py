@@ -7,7 +7,7 @@ every repetition is paced.
 from pathlib import Path
 
 from forebay_gateway.base.clock import Clock, SystemClock
-from forebay_gateway.core.config import TierConfig
+from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import InvalidArgument
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.memory import MemoryTier

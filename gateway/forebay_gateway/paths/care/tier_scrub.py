@@ -10,7 +10,7 @@ pause after it keeps to the rate.
 import logging
 
 from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.config import DAY_S, TierConfig
+from forebay_gateway.core.config_sections import DAY_S, TierConfig
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
