@@ -7,9 +7,10 @@ import asyncio
 import logging
 import shutil
 import socket
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -66,6 +67,11 @@ from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.frames import MAX_MESSAGE_BYTES
 from forebay_wire.v1 import admin_pb2, gateway_pb2
 
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from forebay_gateway.rpc.metrics import MetricsEndpoint
+
 log = logging.getLogger("forebay.gateway")
 
 SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin", "forebay.v1.Care")
@@ -98,6 +104,7 @@ class Gateway:
         self._sockets: list[Path] = []
         self._writes: WritePath | None = None
         self._fd_socket: FdSocket | None = None
+        self._metrics: MetricsEndpoint | None = None
         self._health_service = health.aio.HealthServicer()
         self._lag = LoopLag(node.clock, interval_s=0.05)
         self._stopped: asyncio.Task[None] | None = None
@@ -172,14 +179,13 @@ class Gateway:
             self._crew.add(worker)
         self._crew.add(self._worker("check files", StartCheck(node, unchecked).step, 3600.0))
         self._crew.add("loop lag", self._lag.run)
+        admin = AdminService(node, watch, writes, drains, self._source)
+        self._metrics = _metrics(node, admin)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers(
             (
                 handlers(gateway_pb2.DESCRIPTOR.services_by_name["Gateway"], GatewayService(node, paths)),
-                handlers(
-                    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
-                    AdminService(node, watch, writes, drains, self._source),
-                ),
+                handlers(admin_pb2.DESCRIPTOR.services_by_name["Admin"], admin),
                 handlers(admin_pb2.DESCRIPTOR.services_by_name["Care"], CareService(node, care)),
             )
         )
@@ -227,6 +233,8 @@ class Gateway:
             await _bind(self._server, address)
             if path is not None:
                 self._sockets.append(path)
+        if self._metrics is not None:
+            await self._metrics.start()
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -271,6 +279,8 @@ class Gateway:
             await self._server.stop(grace_s)
         if self._fd_socket is not None:
             await self._fd_socket.close()
+        if self._metrics is not None:
+            await self._metrics.close()
         if self._writes is not None:  # gRPC does not wait for handlers that it cancels: they have files to remove yet
             await self._writes.settled(SETTLE_S_MAX)
         await uncut_ended(SETTLE_S_MAX)  # commits, aborts, groups of small shards: their callers are gone, they are not
@@ -362,6 +372,20 @@ async def _remember_root(marks: MarkKeeper, tier: TierConfig, proved: Capabiliti
     if mark is not None:
         name, value = root_setting(tier), mark.encode()
         await marks.change(setting(name, value), lambda txn: txn.set_setting(name, value))
+
+
+def _metrics(node: Node, admin: AdminService) -> "MetricsEndpoint | None":
+    """The collector's endpoint, where one is asked for: its libraries take time and memory that others need not spend."""
+    if not node.config.metrics.listen:
+        return None
+    from forebay_gateway.rpc.metrics import MetricsEndpoint, figures
+
+    def read() -> "Iterable[Metric]":
+        with node.catalog.read() as txn:
+            uploads = sum(1 for _ in txn.uploads())
+        return figures(admin.status(), bool(node.budget.disk_reason), uploads)
+
+    return MetricsEndpoint(node.config.metrics.listen, read)
 
 
 def _care(

@@ -183,7 +183,7 @@ def test_unknown_and_misplaced_names_get_the_nearest_known(text: str, words: lis
         assert word in message
 
 
-@pytest.mark.parametrize("section", ["[[policy]]", "[[retain]]", "[peers]", "[security]", "[metrics]"])
+@pytest.mark.parametrize("section", ["[[policy]]", "[[retain]]", "[peers]", "[security]"])
 def test_later_sections_are_refused_by_name(section: str) -> None:
     assert f"section [{section.strip('[]')}] is not available in this release" in refused(f"{section}\n{MINIMAL}")
 
@@ -256,6 +256,9 @@ def test_overrides() -> None:
 
 def test_a_bad_override_names_variable_and_key() -> None:
     assert 'cache.capacity (from FOREBAY_CACHE_CAPACITY) is "lots" but must be' in refused(FOREBAY_CACHE_CAPACITY="lots")
+    assert "cache.capacity (from FOREBAY_CACHE_CAPACITY) is 1 but must be at least four chunks" in refused(
+        FOREBAY_CACHE_CAPACITY="1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ class _Reader:
             try:
                 read[name] = READERS[key.read](table[name], key)
             except BadValue as bad:
-                origin = self._origin.get((section, index, name))
+                origin = self._origin.get((section, index, name)) if section == "tier" else None
                 via = f" (from {origin})" if origin else ""
                 raise self.bad(f"{section}.{name}{tier}{via}", table[name], bad.rule, bad.nearest) from bad
             if name == "kind":
@@ -176,6 +176,9 @@ class _Reader:
 
     def bad(self, where: str, value: Any, rule: str, nearest: str) -> ConfigError:
         advice = f"; the nearest that would do is {nearest}" if nearest else ""
+        section, _, name = where.partition(".")
+        if (origin := self._origin.get((section, 0, name))) is not None and section != "tier":
+            where = f"{where} (from {origin})"
         return self.fail(f"{where} is {_shown(value)} but must be {rule}{advice}")
 
     def _unknown_key(self, section: str, name: str, tier: str) -> ConfigError:

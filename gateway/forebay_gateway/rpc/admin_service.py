@@ -32,6 +32,10 @@ class AdminService:
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
         """See admin.proto."""
+        return self.status()
+
+    def status(self) -> pb.Status:
+        """All that an operator asks first."""
         node = self._node
         report = self._health.report()
         shown = report.incomplete_shown[:INCOMPLETE_SHOWN_MAX]
