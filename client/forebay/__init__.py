@@ -107,6 +107,10 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module

@@ -247,6 +247,8 @@ class Client:
             raise InvalidArgument(
                 f"there is no source {source!r} to read {run}/{step} from; this gateway has {', '.join(known)}"
             )
+        if source == "peer":
+            raise NotFound(f"no other node is known to hold {run}/{step}: nodes do not read from each other in this release")
         if not found.complete:
             lacks = "; ".join(map(str, found.missing[:5])) or found.reason or "nothing known"
             raise Incomplete(f"checkpoint {run}/{step} is not complete; missing: {lacks}", missing=found.missing)

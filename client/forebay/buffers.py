@@ -118,8 +118,8 @@ class BufferPool:
         """
         if size > self.size:
             raise InvalidArgument(
-                f"{label}: {size} bytes do not fit into the buffers for background saves; put it without background=True, or "
-                f"give the client more: background_bytes={self.size}"
+                f"{label}: {size} bytes do not fit into the buffers for background saves, which have {self.size}: save it with "
+                f"checkpoint() and without background=True, or give the client more, such as background_bytes={2 * size}"
             )
         deadline_s = time.monotonic() + timeout_s
         ticket = object()

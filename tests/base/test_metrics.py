@@ -90,6 +90,24 @@ async def test_a_long_pause_does_not_overflow() -> None:
     assert rate.bytes_per_s == pytest.approx(100_000)
 
 
+async def test_a_pause_leaves_the_rate_as_it_was() -> None:
+    """When a queue is empty there is no flow; how fast the next shard goes, its end still tells."""
+    clock = FakeClock()
+    rate = Rate(clock)
+    for _ in range(30):
+        rate.add(1000)
+        await clock.advance(1)
+    before = rate.bytes_per_s
+    rate.pause()
+    await clock.advance(3600)
+    assert rate.bytes_per_s == before
+    assert rate.quiet_s > 3600
+    rate.resume()
+    assert rate.bytes_per_s == before
+    await clock.advance(300)
+    assert rate.bytes_per_s < before / 1000
+
+
 async def test_for_how_long_nothing_went_by() -> None:
     """Also right after a fast flow, whose rate takes minutes to fade to nothing."""
     clock = FakeClock()

@@ -293,7 +293,8 @@ def test_without_the_gateways_package_serve_says_what_to_install() -> None:
     assert done.returncode == 1 and "pip install 'forebay[gateway]'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway, number: signal.Signals) -> None:
     with Client(memory.address) as client:
         client.hold()
         with client.checkpoint("r", 1) as ckpt:
@@ -307,7 +308,7 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway) -> None
                 deadline_s = time.monotonic() + 20
                 while "Wait" not in memory.calls and time.monotonic() < deadline_s:
                     time.sleep(0.05)
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 out, err = process.communicate(timeout=20)
             finally:
                 process.kill()

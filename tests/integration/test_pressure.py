@@ -46,6 +46,7 @@ def test_full_is_refused_before_data_flows_and_taken_again(gateway: GatewayProce
             assert_clear(caught.value, CacheFull)
             assert caught.value.retry_after_s is not None
             assert caught.value.retry_after_s > 0
+            assert "does not drain" in str(caught.value) and "pfs=held" in str(caught.value)
             with pytest.raises(CacheFull):
                 part.put_many({"small": b"x"})  # between refuse and reopen nothing is taken, however small
         assert flowed == []

@@ -10,8 +10,10 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from forebay.cli.app import run  # takes a while: Ctrl-C may come meanwhile
+        from forebay.cli.signals import ended_once
 
-        code = run(sys.argv[1:])
+        with ended_once():  # what a command has half done is cleared away, whoever ends it
+            code = run(sys.argv[1:])
     except KeyboardInterrupt:
         print("forebay: interrupted: nothing was begun", file=sys.stderr)
         code = 130

@@ -12,9 +12,8 @@ import typer
 
 from forebay.bench import Bench, Figure, Plan
 from forebay.cli.app import Json, client
-from forebay.cli.exits import UsageError
+from forebay.cli.exits import UsageError, on_interrupt
 from forebay.cli.output import print_json, printable, say, size_text, table
-from forebay.cli.signals import ended_once
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -50,7 +49,7 @@ def bench(
     be measured.
     """
     plan = Plan(_bytes(size), rounds, small, disk, timeout)
-    with client() as gateway, ended_once():
+    with on_interrupt("what it had saved is deleted"), client() as gateway:
         measuring = Bench(gateway, plan, _tell)
         figures = measuring.run()
     if json:

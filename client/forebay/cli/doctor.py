@@ -11,10 +11,9 @@ import typer
 
 from forebay.cli.app import Json
 from forebay.cli.config import label, load
-from forebay.cli.exits import DONE, FAILED, UsageError
+from forebay.cli.exits import DONE, FAILED, UsageError, on_interrupt
 from forebay.cli.output import count_text, print_json, printable, say, say_state, size_text
 from forebay.cli.serve import gateway_missing
-from forebay.cli.signals import ended_once
 from forebay.errors import ForebayError, InvalidArgument
 
 
@@ -73,7 +72,7 @@ def doctor(
         raise UsageError(f"doctor: --size: {error}; write it like 512MiB or 80GiB") from error
     read = load(config)
     try:
-        with ended_once():
+        with on_interrupt("its probe files are removed"):
             report = gateway.examine(read, label(config), gateway.Options(size=wanted, nodes=nodes, data=data), _tell)
     except gateway.ForebayError as error:
         raise (InvalidArgument if error.kind == "invalid_argument" else ForebayError)(f"doctor: {error}") from error

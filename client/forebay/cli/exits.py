@@ -56,7 +56,8 @@ def guarded(command: Callable[[], int | None]) -> int:
     try:
         return command() or DONE
     except ForebayError as error:
-        return _tell(error.message, CODES.get(error.kind, FAILED))
+        again = f"; try again in about {error.retry_after_s:.0f} s" if (error.retry_after_s or 0.0) >= 1 else ""
+        return _tell(f"{error.message}{again}", CODES.get(error.kind, FAILED))
     except UsageError as error:
         return _tell(str(error), USAGE)
     except Interrupted as error:

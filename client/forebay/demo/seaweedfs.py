@@ -113,7 +113,8 @@ class SeaweedFS:
         fixed = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
         fixed += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # fixed ports by default: two servers would collide
         fixed.append("-volume.preStopSeconds=0")  # 10 by default, spent at every stop
-        return [str(weed_binary()), "server", f"-dir={data}", f"-s3.config={config}", *fixed, *ports]
+        logs = f"-logdir={self.directory}"  # else below the temporary directory, for good
+        return [str(weed_binary()), logs, "server", f"-dir={data}", f"-s3.config={config}", *fixed, *ports]
 
     def _wait_ready(self) -> None:
         client = self.client()
@@ -160,6 +161,9 @@ class SeaweedFS:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
+        for port in self._ports:  # its name for them is fixed, and it leaves them behind
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> "SeaweedFS":
         self.start()

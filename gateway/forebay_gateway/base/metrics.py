@@ -60,11 +60,27 @@ class Rate:
         self._last_s = 0.0
         self._per_s = 0.0
         self._moved_s = clock.monotonic()
+        self._paused_s: float | None = None
+
+    def pause(self) -> None:
+        """There is nothing to move: the rate stays as it was last, instead of fading to what says nothing of the next work."""
+        if self._paused_s is None:
+            self._fade()
+            self._paused_s = self._clock.monotonic()
+
+    def resume(self) -> None:
+        """Work begins."""
+        if self._paused_s is not None:
+            idle_s = self._clock.monotonic() - self._paused_s
+            self._paused_s = None
+            self._last_s += idle_s
+            if self._start_s is not None:
+                self._start_s += idle_s
 
     def add(self, size: int) -> None:
         """`size` bytes have just gone by; 0 for work that moves none."""
         self._fade()
-        self._moved_s = self._last_s
+        self._moved_s = self._clock.monotonic()
         self._per_s += size / self._time_constant_s
 
     @property
@@ -83,6 +99,8 @@ class Rate:
         return self._per_s / -math.expm1(-age_s / self._time_constant_s)
 
     def _fade(self) -> None:
+        if self._paused_s is not None:
+            return
         now_s = self._clock.monotonic()
         if self._start_s is None:
             self._start_s = self._last_s = now_s

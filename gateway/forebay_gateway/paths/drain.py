@@ -87,11 +87,13 @@ class Drain:
         failpoints.hit("drain.started")
         job = DrainJob(self._node.movers.next_job_id(), self._tier.name, self._tier.capabilities, tuple(items))
         reports = _Batch(self, items, keys)
+        self._tier.rate.resume()
         try:
             await self._node.movers.drain(self._tier.name, job, reports)
         except Unavailable as error:
             log.info("a batch goes back to the queue tier=%s reason=%s", self._tier.name, error)
         finally:
+            self._tier.rate.pause()
             await uncut(self._put_back(reports))
         self._node.changes.tell()  # once a batch: who waits for one copy looks four times a second anyway
         self._forget_expired()

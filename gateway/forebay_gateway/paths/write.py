@@ -34,6 +34,7 @@ from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import Identity
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
 from forebay_wire.packs import PackIndex, pack_name
@@ -264,10 +265,17 @@ class WritePath:
         await self._check_disk(size)
         try:
             return self._node.budget.reserve(size)
-        except CacheFull:
+        except CacheFull as error:
             if not await self._evictor.make_room(size):
-                raise
+                stuck = {tier.name: "held" if tier.held else tier.state.value for tier in self._stuck_tiers()}
+                if not stuck:
+                    raise
+                words = "the cache takes no new shard now, and what it holds does not drain"
+                raise CacheFull(words, retry_after_s=error.retry_after_s, **error.details, **stuck) from None
             return self._node.budget.reserve(size)
+
+    def _stuck_tiers(self) -> list[MonitoredTier]:
+        return [tier for tier in self._node.tiers.values() if tier.required and (tier.held or not tier.usable)]
 
     async def _check_disk(self, size: int) -> None:
         """The disk may be fuller than the capacity says; the catalog must always have room to grow."""
