@@ -65,9 +65,8 @@ def test_a_source_that_is_not_there_fails_before_anything_is_made(gateway, call,
     call("save", str(directory), "--run", "r", "--step", "1")
     said = call("restore", "r", str(tmp_path / "out"), "--from", "nosuch", code=exits.USAGE)
     assert "'nosuch'" in said and "auto, cache, peer, pfs" in said and not (tmp_path / "out").exists()
-    code = exits.NOT_FOUND if isinstance(gateway, MemoryGateway) else exits.USAGE  # there: no peers are configured
-    said = call("restore", "r", str(tmp_path / "out"), "--from", "peer", code=code)
-    assert "peer" in said and not (tmp_path / "out").exists()
+    said = call("restore", "r", str(tmp_path / "out"), "--from", "peer", code=exits.NOT_FOUND)
+    assert "no other node" in said and not (tmp_path / "out").exists()
 
 
 def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
