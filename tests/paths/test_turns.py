@@ -114,7 +114,7 @@ async def test_movers_are_told_while_shards_are_received(tmp_path: Path, monkeyp
             pressed.release()
             budget = gateway.node.budget
             for known in (True, False):  # by its own bytes it gets there
-                rest = budget.reserve(int(budget.capacity * (0.59 - budget.fill)))
+                rest = budget.reserve(int(budget.capacity * (0.57 - budget.fill)))
                 told.clear()
                 data = b"z" * (10 << 20)
                 await part.put(f"over-{known}", data if known else iter([data]))
