@@ -147,6 +147,16 @@ class Connection:
         except ValueError as error:
             raise self._if_closed(error, doing) from error
 
+    @staticmethod
+    def messages(call: Any, doing: str) -> Iterator[Any]:
+        """What comes over a stream. Raises Unavailable in a child that was forked meanwhile: there it would never go on, and is
+        begun anew over a channel of the child's own."""
+        pid = os.getpid()
+        for message in call:
+            yield message
+            if os.getpid() != pid:
+                raise Unavailable(f"{doing}: the stream belongs to the process that this one was forked from")
+
     def pages(self, method: Callable[[Stubs], Any], request: object, doing: str) -> list[Any]:
         """All messages of a listing; begun anew by this connection's policy while the gateway is away."""
         attempts = self.policy.begin()

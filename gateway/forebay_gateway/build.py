@@ -79,6 +79,7 @@ BUFFERS_BYTES = 64 << 20  # of chunks on their way to and from the disk
 SETTLE_S_MAX = 10.0
 SOCKET_MODE = 0o660  # to connect is to write: the gateway's own user and its group may, whatever the umask
 RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
+RAW_ANSWERS = RAW_METHODS | {"ReadMany"}
 
 # Clients ping every 30 s (client/forebay); a server that thinks this too often would cut healthy connections.
 SERVER_OPTIONS = [
@@ -424,7 +425,7 @@ def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
         made[method.name] = make(
             getattr(servicer, method.name),
             request_deserializer=None if raw else parser(request),
-            response_serializer=None if raw else response.SerializeToString,
+            response_serializer=None if method.name in RAW_ANSWERS else response.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, made)
 

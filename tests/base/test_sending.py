@@ -133,3 +133,18 @@ async def test_messages_that_others_leave_unread_have_a_bound() -> None:
     await waiting
     await reading.close()
     assert sending._bytes == 0
+
+
+async def test_messages_that_wait_to_be_counted_are_bounded_too() -> None:
+    """They are there already, each as large as one that is sent."""
+    service = Service(1, bytes_max=4 * len(MESSAGE))
+    sending, clients = service.sending, [Client() for _ in range(20)]
+    calls = [asyncio.create_task(service.Answer(None, client)) for client in clients]  # type: ignore[arg-type]
+    await settled()
+    refused = [client for client in clients if client.status is not None]
+    assert [client.status[0] for client in refused if client.status] == [grpc.StatusCode.UNAVAILABLE] * (20 - 4 - 2)
+    assert (sending._bytes, sending._waiting) == (4 * len(MESSAGE), 2 * len(MESSAGE))
+    for client in clients:
+        client.read()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (sending._bytes, sending._waiting, sum(len(client.got) for client in clients)) == (0, 0, 6)

@@ -189,6 +189,24 @@ async def test_cancelled_waiters_lose_no_buffer(pool: IoPool) -> None:
     assert pool._waiters == []
 
 
+async def test_who_is_cancelled_in_that_moment_is_granted_nothing(pool: IoPool) -> None:
+    """His future is cancelled at once, and he leaves the queue only at his task's next turn."""
+    held = [await pool.acquire() for _ in range(8)]
+    waiting = [asyncio.create_task(pool.acquire()) for _ in range(3)]
+    await turns()
+    waiting[0].cancel()
+    pool.release(held.pop())
+    pool._grant()  # as whoever acquires, or a release on another thread, does
+    while held:
+        pool.release(held.pop())
+    first, *others = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    for buffer in others:
+        assert isinstance(buffer, Buffer)
+        pool.release(buffer)
+    assert pool.free_buffers == 8
+
+
 async def test_starvation_is_an_error_not_a_hang() -> None:
     pool = IoPool(buffer_size=SIZE, buffers=4, wait_s_max=0.05)
     held = [await pool.acquire() for _ in range(4)]

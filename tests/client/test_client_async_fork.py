@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -227,3 +228,32 @@ def test_a_child_that_exits_normally_does_not_disturb_its_parent(memory: MemoryG
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             assert client.runs() == []
         assert client._connection.stubs() is before
+
+
+@pytest.mark.parametrize("what", ["stream", "read_many"])
+def test_a_stream_that_a_child_goes_on_with_is_begun_anew_there(memory: MemoryGateway, what: str) -> None:
+    shards = {f"{n:02}": os.urandom(100_000) for n in range(30)}
+    with Client(memory.address, progress=False) as client:
+        with client.checkpoint("r", 1) as ckpt:
+            ckpt.put_many(shards)
+            ckpt.put("a", BIG)
+            ckpt.commit()
+        reader = client.open("r", 1)
+
+        def rest(items: Iterator[memoryview] | Iterator[tuple[str, bytes]]) -> bool:
+            return b"".join(items) == BIG[first:] if what == "stream" else dict(items).items() >= left.items()  # type: ignore[arg-type]
+
+        items = reader.stream("a") if what == "stream" else reader.read_many(shards)
+        head = next(items)
+        first = len(head)
+        left = {name: data for name, data in shards.items() if name != head[0]}
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # a child that waits for its parent's stream waits for ever
+            try:
+                os._exit(0 if rest(items) else 3)
+            finally:
+                os._exit(4)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == 0
+        assert rest(items)

@@ -190,6 +190,28 @@ def test_what_cannot_be_measured_is_a_line(node: Node, tmp_path: Path) -> None:
     assert find(report, "node", "dirty_pages").figures["flush_s"] is None
 
 
+@pytest.mark.parametrize("place", [".forebay", ".forebay/probe"])
+@pytest.mark.parametrize("what", ["link", "dangling", "file"])
+def test_what_stands_in_the_way_of_its_own_directory_is_not_followed(node: Node, tmp_path: Path, place: str, what: str) -> None:
+    """By a link another directory would be measured, and old directories with the doctor's names removed there."""
+    root, elsewhere = tmp_path / "other-tier", tmp_path / "elsewhere"
+    old = elsewhere / "doctor-aaaaaaaaaaaa-1-1-1-aaaaaaaa"
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    at = root / place
+    at.parent.mkdir(parents=True)
+    if what == "file":
+        at.touch()
+    else:
+        at.symlink_to(elsewhere if what == "link" else tmp_path / "nowhere")
+    report = examined(node.config(posix_tier(root, "linked")))
+    found = [check for check in report.checks if check.where == "linked" and check.status == "FAIL"]
+    assert len(found) == 1 and f"{place} is a link or a file" in found[0].value and "remove" in found[0].do
+    assert "write" not in names(report, "linked")
+    assert list(elsewhere.iterdir()) == [old] and list(old.iterdir()) == []
+    assert not (tmp_path / "nowhere").exists() and (at.is_symlink() or at.is_file())
+
+
 @contextlib.contextmanager
 def mounted(path: Path, options: str) -> Iterator[Path]:
     path.mkdir()

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from forebay_gateway.base.tasks import uncut_left
 from forebay_gateway.build import Gateway
-from forebay_gateway.core.errors import Unavailable
+from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import ShardKey, ShardRow
-from forebay_gateway.core.states import ShardEvent, ShardState
+from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
@@ -25,6 +25,7 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.safety import copy_lost
 from paths.kit import client_of, serving, tier, until
 
 STEPS = 6
@@ -41,7 +42,8 @@ class Parts:
         self.collector = Collector(self.node, Retention(self.node, finder))
         self.quarantine = Quarantine(self.node, self.evictor)
         self.checker = Checker(self.node, self.evictor, self.collector, serving=True)
-        self.repairer = Repairer(self.node, self.checker, Mender(self.node, ReadPath(self.node, finder, self.evictor)))
+        self.mender = Mender(self.node, ReadPath(self.node, finder, self.evictor))
+        self.repairer = Repairer(self.node, self.checker, self.mender)
 
     def rows(self) -> list[ShardRow]:
         with self.node.catalog.read() as txn:
@@ -156,6 +158,33 @@ async def test_a_release_whose_file_cannot_be_removed_ends_by_itself(parts: Part
     await parts.evictor.step()
     await parts.check_agrees()
     assert parts.row(key).state is ShardState.EVICTED
+
+
+async def test_a_copy_that_is_released_is_put_anew_only_afterwards(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the deletion would take what was proved meanwhile, and the cache's file might go by a copy that is not there."""
+    key, node = newer(parts)[0], parts.node
+    mismatch = CopyEvent.MISMATCH
+    await node.catalog.write(lambda txn: copy_lost(txn, key, "pfs", mismatch, "rotten", node.required_tiers))
+    pfs = node.tiers["pfs"].tier
+    delete = pfs.delete
+
+    def state() -> CopyState:
+        with node.catalog.read() as txn:
+            return txn.copies(key)["pfs"].state
+
+    async def late(path: str) -> None:
+        await parts.mender.mend(key)
+        assert state() is CopyState.QUARANTINED
+        await delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pfs, "delete", late)
+        released = await parts.quarantine.release(f"{key.session_id}-{key.shard_id}@pfs", force=False)
+    await until(lambda: state() is CopyState.VERIFIED)
+    await pfs.head(released.path)
+    assert node.releasing == set()
+    with pytest.raises(NotFound):
+        await parts.quarantine.release(f"{key.session_id}-{key.shard_id}@pfs", force=False)
 
 
 async def test_a_repair_that_is_cut_short_is_done_again(parts: Parts) -> None:

@@ -10,10 +10,12 @@ import forebay
 from forebay.lanes import many as client_many
 from forebay_gateway.base import failpoints
 from forebay_gateway.build import Gateway
+from forebay_gateway.cache.packs import PackReader
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.core.states import ShardState
 from forebay_gateway.paths import many
 from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.read import ReadPath
 from forebay_wire.packs import PackedShard
 from forebay_wire.v1 import gateway_pb2 as pb
@@ -248,3 +250,27 @@ def test_neighbours_are_read_together_within_bounds() -> None:
         assert part[-1].offset + part[-1].size - part[0].offset <= many.GROUP_BYTES_MAX
     assert len(parts) < 10
     assert list(many.neighbours([])) == []
+
+
+async def test_nobody_reads_ahead_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call has read and not sent is counted nowhere."""
+    monkeypatch.setattr(many, "GROUP_BYTES_MAX", 20_000)
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        await save(client)
+        read, begun = PackReader.read, list[int]()
+
+        async def noted(file: PackReader, shards: list[PackedShard]) -> many.Group:
+            begun.append(len(shards))
+            return await read(file, shards)
+
+        monkeypatch.setattr(PackReader, "read", noted)
+        finder, evictor = Finder(gateway.node), Evictor(gateway.node)
+        path = many.ManyPath(gateway.node, ReadPath(gateway.node, finder, evictor), evictor)
+        for plenty in (False, True):
+            begun.clear()
+            sizes = []
+            async for group in path.read("run", 1, "", list(SHARDS), "", lambda plenty=plenty: plenty):  # type: ignore[misc]
+                sizes.append(len(group))
+                await asyncio.sleep(0.01)
+                assert len(begun) - len(sizes) <= plenty
+            assert (sum(sizes), len(sizes) > 10) == (len(SHARDS), True)

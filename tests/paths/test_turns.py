@@ -106,11 +106,19 @@ async def test_movers_are_told_while_shards_are_received(tmp_path: Path, monkeyp
         monkeypatch.setattr(gateway.node.movers, "saves", told.append)
         async with client.checkpoint("run", 1, session="s") as part:
             await part.put("x", b"x" * 100_000)
-            assert told == [True, False]
+            assert told == [True, True, False]
             pressed = gateway.node.budget.reserve(int(gateway.node.budget.capacity * 0.7))
             told.clear()
             await part.put("y", b"y" * 100_000)
-            assert told == [False, False]  # above the soft watermark it is the drain that saves wait for
+            assert told == [False, False, False]  # above the soft watermark it is the drain that saves wait for
             pressed.release()
+            budget = gateway.node.budget
+            for known in (True, False):  # by its own bytes it gets there
+                rest = budget.reserve(int(budget.capacity * (0.57 - budget.fill)))
+                told.clear()
+                data = b"z" * (10 << 20)
+                await part.put(f"over-{known}", data if known else iter([data]))
+                assert (told[0], set(told[-2:])) == (True, {False})
+                rest.release()
             await part.put_many({"a": b"1", "b": b"2"})
             await part.commit()

@@ -31,7 +31,7 @@ def read_many(connection: Connection, request: pb.ReadManyRequest, wanted: Mappi
     call = connection.start(lambda stubs: stubs.gateway.ReadMany, request, doing)
     with cancel.watching(call):
         try:
-            for message in call:
+            for message in connection.messages(call, doing):
                 group = []
                 for sent in message.shards:
                     if sent.name not in left:

@@ -308,7 +308,7 @@ def read_shard(connection: Connection, request: pb.ReadShardRequest) -> Iterator
     call = connection.start(lambda stubs: stubs.read_shard, request, doing)
     with cancel.watching(call):
         try:
-            for message in call:
+            for message in connection.messages(call, doing):
                 frame = frames.decode_read_response(message)
                 if frame.offset != at or at + frame.data.nbytes > end:
                     raise ChunkMismatch(f"{doing}: bytes {frame.offset} to {frame.offset + frame.data.nbytes} came at {at}")

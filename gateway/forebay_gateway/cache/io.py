@@ -182,6 +182,9 @@ class IoPool:
         self._collect()
         floor = self.memory_bytes_max  # once a waiter is refused, none that may take no more than he may overtake him
         for waiter in list(self._waiters):
+            if waiter.future.done():  # cancelled in this moment: he has not had his turn to leave
+                self._waiters.remove(waiter)
+                continue
             if waiter.keep_free >= floor:
                 continue
             if self._out + waiter.cost + waiter.keep_free > self.memory_bytes_max:

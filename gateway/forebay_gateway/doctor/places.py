@@ -134,6 +134,7 @@ _BY_ERRNO = {
     errno.EPERM: "run this as the gateway's user, or give that user the directory",
     errno.ENOSPC: "free space on it",
     errno.EDQUOT: "free space in the quota",
+    errno.ENOTDIR: "remove what is in the directory's place",
     errno.EMFILE: "raise the open-file limit: ulimit -n 65536",
 }
 _REMEDIES = {

@@ -5,6 +5,7 @@ of which machine made it, so that what a killed doctor left is known, and one th
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -62,8 +63,16 @@ def in_cache(cache: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def in_tier(root: Path) -> Iterator[Path]:
-    """A directory below a POSIX tier's `.forebay/probe/`, where a gateway's own trials lie."""
+    """A directory below a POSIX tier's `.forebay/probe/`, where a gateway's own trials lie.
+
+    Raises NotADirectoryError where a link or a file is in its way: by a link another directory would be written and swept.
+    """
     above = root / CONTROL_DIR / "probe"
+    for each in (above.parent, above):
+        if each.is_symlink() or (each.exists() and not each.is_dir()):
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"{each.relative_to(root)} is a link or a file, so nothing is written", each
+            )
     try:
         with _own(above, "") as made:
             yield made

@@ -21,6 +21,7 @@ from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.tiers.monitor import TierState
 
 STALLED_AFTER_S = 30.0
+FAILED_ATTEMPTS = 3  # of one copy, at a tier that answers
 PIECE_BYTES = 64 << 20  # what a transfer may send before it tells: a part, or the chunks of a window
 DISK_FULL_SHOWN_S = 3.0  # a refusal that the disk's free bytes do not explain: a quota, or space that came and went
 SKEW_S_MAX = 300.0
@@ -51,6 +52,15 @@ class HealthReport:
     loop_lag_p99_s: float
 
 
+@dataclass(slots=True)
+class _Head:
+    """The oldest pending shard of a queue."""
+
+    key: ShardKey
+    since_s: float
+    attempts: int  # that had failed when it came here, or when the tier was last away
+
+
 class Health:
     """Watches the queues' heads, so that a stall shows without a scan."""
 
@@ -60,20 +70,23 @@ class Health:
         self._lag = lag
         self._began_s = clock.monotonic()
         self._refusals_seen, self._refused_s = 0, 0.0
-        self._heads: dict[str, tuple[ShardKey, float]] = {}  # tier: (oldest pending shard, since when it is that one)
+        self._heads: dict[str, _Head] = {}  # by tier
 
     async def step(self) -> float | None:
         """Note the head of each queue, and whether the disk is full or has space again."""
         await self._watch_disk()
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
-            for tier in self._node.tier_names:
-                entries = islice(txn.pending(tier), LOOK_AHEAD_MAX)
-                head = next((entry for entry in entries if _may_go(txn, entry.key, tier)), None)
-                if head is None:
-                    self._heads.pop(tier, None)
-                elif tier not in self._heads or self._heads[tier][0] != head.key:
-                    self._heads[tier] = (head.key, now_s)
+            for name, tier in self._node.tiers.items():
+                entries = islice(txn.pending(name), LOOK_AHEAD_MAX)
+                entry = next((entry for entry in entries if _may_go(txn, entry.key, name)), None)
+                head = self._heads.get(name)
+                if entry is None:
+                    self._heads.pop(name, None)
+                elif head is None or head.key != entry.key:
+                    self._heads[name] = _Head(entry.key, now_s, _attempts(txn, entry.key, name))
+                elif not tier.usable:
+                    head.attempts = _attempts(txn, entry.key, name)
         return None
 
     async def _watch_disk(self) -> None:
@@ -100,7 +113,15 @@ class Health:
             totals = txn.totals().tiers.get(tier)
         if totals is None or not totals.copies:
             return None
-        return None if head is None else self._clock.monotonic() - head[1]
+        return None if head is None else self._clock.monotonic() - head.since_s
+
+    def _fails(self, tier: str) -> bool:
+        """Whether the queue's oldest shard is tried again and again: bytes may move all the while."""
+        head = self._heads.get(tier)
+        if head is None or (self.oldest_pending_s(tier) or 0.0) <= STALLED_AFTER_S:
+            return False
+        with self._node.catalog.read() as txn:
+            return _attempts(txn, head.key, tier) - head.attempts >= FAILED_ATTEMPTS
 
     def report(self) -> HealthReport:
         """Everything at once."""
@@ -161,6 +182,9 @@ class Health:
             elif min(self.oldest_pending_s(tier.name) or 0.0, tier.rate.quiet_s) > self._patience_s(tier.name):
                 what = f"the drain to {tier.name} makes no progress, {queue}"
                 alarms.append(Alarm("critical", what, "see the gateway's log"))
+            elif self._fails(tier.name):
+                what = f"the drain to {tier.name} fails at the same shard again and again, {queue}"
+                alarms.append(Alarm("critical", what, "see the gateway's log"))
             skew_s = tier.tier.capabilities.clock_skew_s if tier.tier.capabilities else None
             if skew_s is not None and abs(skew_s) > SKEW_S_MAX:
                 alarms.append(
@@ -189,6 +213,11 @@ class Health:
                 )
             )
         return alarms
+
+
+def _attempts(txn: ReadTxn, key: ShardKey, tier: str) -> int:
+    copy = txn.copy(key, tier)
+    return 0 if copy is None else copy.attempts
 
 
 def _may_go(txn: ReadTxn, key: ShardKey, tier: str) -> bool:

@@ -8,7 +8,7 @@ alone, and read.py sees for itself what is wrong.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -45,8 +45,13 @@ class ManyPath:
         self._reads = reads
         self._evictor = evictor
 
-    async def read(self, run: str, step: int, session: str, names: Sequence[str], source: str) -> AsyncGenerator[Group, None]:
+    async def read(
+        self, run: str, step: int, session: str, names: Sequence[str], source: str, may_read_ahead: Callable[[], bool]
+    ) -> AsyncGenerator[Group, None]:
         """Those of the shards that packs in the cache give, as they lie there. `source` is "auto" or "cache".
+
+        A group is the caller's to clear: until the next one is asked for it would else be held here. `may_read_ahead` says
+        whether there is memory for more than one.
 
         Raises InvalidArgument, NotFound, Incomplete, Unavailable.
         """
@@ -59,7 +64,7 @@ class ManyPath:
             pack.shards.sort(key=lambda shard: shard.offset)
             if source != "cache":
                 await self._fetch(found, pack)
-            async with aclosing(self._groups(pack)) as groups:
+            async with aclosing(self._groups(pack, may_read_ahead)) as groups:
                 async for group in groups:
                     yield group
 
@@ -94,7 +99,7 @@ class ManyPath:
                 return row is not None and row.state in CACHED_STATES
             return all(copy.state is not CopyState.VERIFIED for copy in txn.copies(row.key).values())
 
-    async def _groups(self, pack: _Pack) -> AsyncGenerator[Group, None]:
+    async def _groups(self, pack: _Pack, may_read_ahead: Callable[[], bool]) -> AsyncGenerator[Group, None]:
         """What is good of one pack; the file is held against eviction meanwhile."""
         self._evictor.hold(pack.row.key)
         file = PackReader(self._node.cache, self._node.io, self._node.cache.shard_path(pack.row.key))
@@ -102,7 +107,7 @@ class ManyPath:
             if not self._may_read(pack):
                 return
             await file.open()
-            async with aclosing(_one_ahead(file, neighbours(pack.shards))) as groups:
+            async with aclosing(_one_ahead(file, neighbours(pack.shards), may_read_ahead)) as groups:
                 async for group in groups:
                     yield group
         except Unavailable:  # the disk, or no memory in time: read one by one, the shards wait or come from a tier
@@ -114,14 +119,17 @@ class ManyPath:
                 self._evictor.let_go(pack.row.key)
 
 
-async def _one_ahead(file: PackReader, parts: Iterator[list[PackedShard]]) -> AsyncGenerator[Group, None]:
-    """Read each; while one is sent, the next is read."""
+async def _one_ahead(
+    file: PackReader, parts: Iterator[list[PackedShard]], may_read_ahead: Callable[[], bool]
+) -> AsyncGenerator[Group, None]:
+    """Read each; while one is sent, the next is read where it may be."""
     reading: list[asyncio.Task[Group]] = []
     try:
         for part in parts:
             reading.append(asyncio.create_task(file.read(part)))
-            if len(reading) > 1 and (group := await reading.pop(0)):
-                yield group
+            while len(reading) > may_read_ahead():
+                if group := await reading.pop(0):
+                    yield group
         while reading:
             if group := await reading.pop(0):
                 yield group

@@ -82,6 +82,7 @@ class Node:
     first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
+    releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 

@@ -160,7 +160,7 @@ class WritePath:
         self._streaming[session_id, part.writer] += 1
         self.open_streams += 1
         self._idle.clear()
-        self._node.movers.saves(self._node.budget.pressure().level == "ok")
+        self._tell_movers()
 
         def give_back() -> None:
             del self._receiving[key]
@@ -170,11 +170,15 @@ class WritePath:
             self.open_streams -= 1
             if not self.open_streams:
                 self._idle.set()
-                self._node.movers.saves(False)
+                self._tell_movers()
 
         stack = contextlib.ExitStack()
         stack.callback(give_back)
         return stack
+
+    def _tell_movers(self) -> None:
+        """Whether drains should step back; above the soft watermark it is they that saves wait for."""
+        self._node.movers.saves(bool(self.open_streams) and self._node.budget.pressure().level == "ok")
 
     async def settled(self, timeout_s: float) -> None:
         """Until every stream is sealed or undone, at most `timeout_s`. Others tell them to end."""
@@ -273,6 +277,15 @@ class WritePath:
                 words = "the cache takes no new shard now, and what it holds does not drain"
                 raise CacheFull(words, retry_after_s=error.retry_after_s, **error.details, **stuck) from None
             return self._node.budget.reserve(size)
+        finally:
+            self._tell_movers()
+
+    def grow(self, reservation: Reservation, size: int) -> None:
+        """For a stream whose length is not known. Raises CacheFull."""
+        try:
+            reservation.grow(size)
+        finally:
+            self._tell_movers()
 
     def _stuck_tiers(self) -> list[MonitoredTier]:
         return [tier for tier in self._node.tiers.values() if tier.required and (tier.held or not tier.usable)]
@@ -388,7 +401,7 @@ class Incoming:
         if self._size is not None and end > self._size:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
         if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
-            self._admitted.reservation.grow(max(more, self._path.growth_bytes))
+            self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
         self._offset = end
         with self._path._node.disk_refusals_shown():
             await self._writer.write_chunk(crc, data)

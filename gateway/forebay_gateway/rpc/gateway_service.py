@@ -212,15 +212,19 @@ class GatewayService:
                 yield message
 
     @streams
-    async def ReadMany(self, request: pb.ReadManyRequest, context: Context) -> AsyncGenerator[pb.ReadManyResponse, None]:
-        """See gateway.proto."""
+    async def ReadMany(self, request: pb.ReadManyRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        """See gateway.proto. Answers are raw: gRPC would keep the message beside its bytes for as long as nobody reads them."""
         self._check_run(request.run)
-        groups = self._paths.many.read(request.run, request.step, request.session, request.names, request.source)
+        groups = self._paths.many.read(
+            request.run, request.step, request.session, request.names, request.source, lambda: self.sending.plenty
+        )
         async with aclosing(groups):
             async for group in groups:
-                yield pb.ReadManyResponse(
-                    shards=[pb.SmallShard(name=shard.name, crc32c=shard.crc32c, data=data) for shard, data in group]
-                )
+                shards = [pb.SmallShard(name=shard.name, crc32c=shard.crc32c, data=data) for shard, data in group]
+                group.clear()  # the message has its own copy, and its client may take its time
+                message = pb.ReadManyResponse(shards=shards).SerializeToString()
+                del shards
+                yield message
 
     @answers
     async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:

@@ -1,7 +1,8 @@
 """Messages on their way to clients: each has a deadline, and all together a bound in bytes.
 
 Owns how long a client may leave a message unread, and how much memory unread messages take. gRPC keeps a message that was begun
-until its client reads it or goes, whatever the call's handler does; so bytes count here for exactly that long.
+until its client reads it or goes, whatever the call's handler does; so bytes count here for exactly that long. A message is
+there before its size is known: so those that wait to be counted are bounded too.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ class Sending:
         self._timeout_s = timeout_s
         self._bytes_max = bytes_max
         self._bytes = 0
+        self._waiting = 0  # bytes of messages that are made and not counted yet
         self._freed = asyncio.Condition()
 
     @property
@@ -33,16 +35,23 @@ class Sending:
         return 4 * self._bytes < self._bytes_max
 
     async def reserve(self, size: int) -> None:
-        """Count a message of so many bytes; waits until there is room. Raises Unavailable where others leave none."""
+        """Count a message of so many bytes; waits until there is room. Raises Unavailable where others leave none, at once
+        where half as much waits already."""
         if self._bytes + size > self._bytes_max:
+            if self._waiting and 2 * (self._waiting + size) > self._bytes_max:
+                raise self._no_room()
+            self._waiting += size
             try:
                 async with asyncio.timeout(self._timeout_s), self._freed:
                     await self._freed.wait_for(lambda: self._bytes + size <= self._bytes_max)
             except TimeoutError:
-                raise Unavailable(
-                    "other clients leave too many answers unread", retry_after_s=RETRY_AFTER_S, unread_bytes=self._bytes
-                ) from None
+                raise self._no_room() from None
+            finally:
+                self._waiting -= size
         self._bytes += size
+
+    def _no_room(self) -> Unavailable:
+        return Unavailable("other clients leave too many answers unread", retry_after_s=RETRY_AFTER_S, unread_bytes=self._bytes)
 
     async def write(self, context: Context, message: Any) -> None:
         """Hand one message to the client. Raises DeadlineExceeded once nothing was read for the timeout."""

@@ -9,6 +9,7 @@ tried again later, ever more seldom, and stays as it is. Never makes bytes up: w
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from forebay_gateway.catalog import WriteTxn
@@ -83,7 +84,7 @@ class Mender:
                 return Mended(self.why_not(key))
             acted = True
         if bad and quarantined:
-            await self._node.catalog.write(lambda txn: _requeue(txn, key))
+            await self._node.catalog.write(lambda txn: _requeue(txn, key, self._node.releasing))
             acted = True
         if acted:
             self._tell(key, session, row)
@@ -126,7 +127,7 @@ class Mender:
         self._node.changes.tell()
 
 
-def _requeue(txn: WriteTxn, key: ShardKey) -> None:
+def _requeue(txn: WriteTxn, key: ShardKey, releasing: Collection[tuple[ShardKey, str]]) -> None:
     for name, copy in txn.copies(key).items():
-        if copy.state is CopyState.QUARANTINED:
+        if copy.state is CopyState.QUARANTINED and (key, name) not in releasing:  # that is queued once the bad one is gone
             txn.copy_event(key, name, CopyEvent.REQUEUE)

@@ -120,16 +120,27 @@ class Quarantine:
         return entry
 
     async def _release_copy(self, key: ShardKey, tier: str, path: str) -> None:
-        """The object goes, and the copy is queued again."""
-        monitored = self._node.tier(tier)
-        await monitored.tier.delete(path)
+        """The object goes, and the copy is queued again: by nobody else before, or what is put anew would be deleted."""
+        monitored, releasing = self._node.tier(tier), self._node.releasing
 
-        def act(txn: WriteTxn) -> None:
+        def begin(txn: WriteTxn) -> bool:
+            copy = txn.copy(key, tier)
+            if copy is None or copy.state is not CopyState.QUARANTINED:
+                return False
+            releasing.add((key, tier))
+            return True
+
+        def end(txn: WriteTxn) -> None:
             copy = txn.copy(key, tier)
             if copy is not None and copy.state is CopyState.QUARANTINED:
                 txn.copy_event(key, tier, CopyEvent.REQUEUE)
 
-        await self._node.catalog.write(act)
+        try:
+            if await self._node.catalog.write(begin):  # else it was mended meanwhile
+                await monitored.tier.delete(path)
+                await self._node.catalog.write(end)
+        finally:
+            releasing.discard((key, tier))
 
     async def _release_file(self, key: ShardKey, lost: bool) -> None:
         def act(txn: WriteTxn) -> ShardRow | None:
