@@ -338,7 +338,7 @@ def collect(
 ) -> int:
     """Delete what is left over on the tiers: uploads and temporary files of ours, sessions that a newer one superseded.
 
-    A dry run unless --apply is given. Files of others are listed, and never touched.
+    A dry run unless --apply is given. Files of others are listed, and never touched; so is a tier that could not be asked.
 
     JSON: a list with kind, where, path, what, age_s, deletable, outcome.
     """
@@ -365,6 +365,10 @@ def _seconds(text: str) -> float:
 
 
 def _say_garbage(found: list[Garbage], applied: bool, older_than: str) -> None:
+    silent = [item for item in found if item.kind == "not_asked"]
+    found = [item for item in found if item.kind != "not_asked"]
+    for item in silent:
+        say(f"not asked: {item.where} ({item.what})")
     for item in found:
         age = f", {duration_text(item.age_s)} old" if item.age_s is not None else ""
         act = item.outcome or ("would delete" if item.deletable else "leave")
@@ -373,6 +377,7 @@ def _say_garbage(found: list[Garbage], applied: bool, older_than: str) -> None:
     left = f"{len(found) - deletable} left alone" + (
         f" (younger than {older_than}, or not ours)" if deletable < len(found) else ""
     )
+    left += f"; not asked: {', '.join(item.where for item in silent)}" if silent else ""
     if applied:
         say(f"{sum(item.outcome == 'deleted' for item in found)} of {deletable} deleted, {left}")
     else:

@@ -51,6 +51,7 @@ class S3Tier(Tier):
     """Keys lie below the configured prefix. `tag` is the ETag."""
 
     kind: ClassVar[str] = "s3"
+    lists_uploads_at_once: ClassVar[bool] = True
 
     def __init__(self, name: str, settings: S3Settings, *, clock: Clock | None = None, owner: str = "") -> None:
         super().__init__(name)
