@@ -63,6 +63,18 @@ def gateway(make: MakeGateway) -> GatewayProcess:
     return make().start()
 
 
+@pytest.mark.usefixtures("no_streams")
+def test_a_snapshot_that_is_damaged_while_it_waits_is_found(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client:
+        said = pytest.raises(Corrupt, match="put 'x': its bytes were damaged while they waited")
+        with said, client.checkpoint("r", 1, lane="fd") as part:
+            with client._background.copying():  # nothing is sent meanwhile
+                part.put("x", BIG, background=True)
+                next(iter(part._background._under_way.values()))._region.view[5] ^= 1
+            part.commit()
+        assert client.runs() == []
+
+
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
 @pytest.mark.parametrize("chunk_size", ["64KiB", "4MiB", "16MiB"])
 @pytest.mark.usefixtures("no_streams")
