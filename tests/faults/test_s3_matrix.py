@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from conformance.tier_kit import BytesSource, blob, s3_settings
-from faults.proxy import FaultyProxy, faulty_proxy
+from faults.proxy import FOREVER, Fault, FaultyProxy, call_of, faulty_proxy
 from faults.results import SOAK, cell
 from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
 from forebay.demo.seaweedfs import SeaweedFS
@@ -268,6 +268,19 @@ async def test_probe_never_claims_more_than_is_true(bench: Bench, quick: None, f
         await tier.probe()
         assert tier.capabilities == _without_skew(tier.capabilities, bench.tier.capabilities)
         await tier.close()
+
+
+async def test_probe_does_not_believe_a_store_that_shows_another_checksum(bench: Bench) -> None:
+    """It takes the right one and refuses a wrong one, but what it shows afterwards proves nothing."""
+    tier = _tier(bench.server, bench.proxy)
+    bench.proxy.faults = [Fault("checksum", lambda request: call_of(request) == "HeadObject", FOREVER)]
+    try:
+        found = await tier.probe()
+    finally:
+        await bench.proxy.clear()
+        await tier.close()
+    assert not found.server_checksum and "not shown" in found.notes["no_server_checksum"]
+    assert bench.tier.capabilities is not None and bench.tier.capabilities.server_checksum
 
 
 def _without_skew(one: Capabilities | None, other: Capabilities | None) -> Capabilities:

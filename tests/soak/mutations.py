@@ -473,7 +473,7 @@ AGREEMENTS = (
         f"{GATEWAY}/tiers/s3/probe.py",
         "if full_object_crc(answer) == crc:",
         "if True:",
-        OF_S3,
+        ("tests/faults/test_s3_matrix.py",),
     ),
     Mutation(
         "s3: what a deletion of many does not call deleted",
