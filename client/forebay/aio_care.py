@@ -42,17 +42,17 @@ class AsyncCare:
         """As Care.quarantine."""
         return self._each(partial(self._care.quarantine, id))
 
-    async def release(self, id: str, *, force: bool = False) -> Quarantined:
+    async def release(self, id: str, *, force: bool = False, dry_run: bool = False) -> Quarantined:
         """As Care.release."""
-        return await self._threads.run(self._care.release, id, force=force)
+        return await self._threads.run(self._care.release, id, force=force, dry_run=dry_run)
 
     def collect(self, *, apply: bool = False, older_than_s: float = 86400.0) -> AsyncGenerator[Garbage, None]:
         """As Care.collect."""
         return self._each(partial(self._care.collect, apply=apply, older_than_s=older_than_s))
 
-    async def evict(self, run: str, step: int) -> Moved:
+    async def evict(self, run: str, step: int, *, dry_run: bool = False) -> Moved:
         """As Care.evict."""
-        return await self._threads.run(self._care.evict, run, step)
+        return await self._threads.run(self._care.evict, run, step, dry_run=dry_run)
 
     async def warm_up(self, run: str, step: int) -> Moved:
         """As Care.warm_up."""

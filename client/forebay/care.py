@@ -50,9 +50,12 @@ class Care:
         request = pb.ListQuarantineRequest(id=id)
         return self._stream(lambda stubs: stubs.care.ListQuarantine, request, "look into the quarantine", Quarantined)
 
-    def release(self, id: str, *, force: bool = False) -> Quarantined:
-        """Drop a bad copy; where no good one is known only with `force`. Raises NotFound, InvalidArgument."""
-        request = pb.ReleaseQuarantineRequest(id=id, force=force)
+    def release(self, id: str, *, force: bool = False, dry_run: bool = False) -> Quarantined:
+        """Drop a bad copy; where no good one is known only with `force`; `dry_run` only says which.
+
+        Raises NotFound, InvalidArgument.
+        """
+        request = pb.ReleaseQuarantineRequest(id=id, force=force, dry_run=dry_run)
         return self._call(lambda stubs: stubs.care.ReleaseQuarantine, request, f"release {id}", Quarantined)
 
     def collect(self, *, apply: bool = False, older_than_s: float = 86400.0) -> Iterator[Garbage]:
@@ -60,9 +63,13 @@ class Care:
         request = pb.CollectRequest(apply=apply, older_than_s=older_than_s)
         return self._stream(lambda stubs: stubs.care.Collect, request, "gc", Garbage)
 
-    def evict(self, run: str, step: int) -> Moved:
-        """Drop from the cache what every required tier holds. Raises NotFound, InvalidArgument (pinned)."""
-        return self._call(lambda stubs: stubs.care.Evict, pb.EvictRequest(run=run, step=step), f"evict {run}/{step}", Moved)
+    def evict(self, run: str, step: int, *, dry_run: bool = False) -> Moved:
+        """Drop from the cache what every required tier holds; `dry_run` only says what that is.
+
+        Raises NotFound, InvalidArgument (pinned).
+        """
+        request = pb.EvictRequest(run=run, step=step, dry_run=dry_run)
+        return self._call(lambda stubs: stubs.care.Evict, request, f"evict {run}/{step}", Moved)
 
     def warm_up(self, run: str, step: int) -> Moved:
         """Fetch into the cache what is not there. Raises NotFound, Unavailable."""

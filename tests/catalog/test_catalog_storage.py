@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,51 @@ async def test_the_map_grows_while_readers_run(tmp_path: Path) -> None:
         assert (reads and reads == sorted(reads)) or len(set(reads)) > 1
         with catalog.read() as txn:
             assert txn.totals().shards == 2000 and txn.totals() == txn.recount()
+
+
+READER = """
+import sys, lmdb
+env = lmdb.open(sys.argv[1], readonly=True, map_size=int(sys.argv[2]), max_dbs=64, subdir=True)
+for line in sys.stdin:
+    try:
+        txn = env.begin()
+    except lmdb.MapResizedError:
+        env.set_mapsize(0)  # take the size that the writer has given it
+        txn = env.begin()
+        print("resized", end=" ")
+    with txn:
+        names = [key for key, _ in txn.cursor()]
+        count = txn.stat(env.open_db(b"shards", txn=txn, create=False))["entries"]
+        rows = sum(1 for _ in txn.cursor(env.open_db(b"shards", txn=txn, create=False)))
+        print(count, rows, flush=True)
+"""
+
+
+async def test_the_map_grows_while_another_process_reads(tmp_path: Path) -> None:
+    """One that opened the small map: each look is whole, and it sees what was written after the growth."""
+    async with opened(tmp_path / "c", **TINY) as catalog:
+        session = await begin(catalog)
+        small = catalog.stats()["map_bytes"]
+        command = [sys.executable, "-c", READER, str(tmp_path / "c"), str(small)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdin is not None and reader.stdout is not None
+
+            def look() -> list[str]:
+                assert reader.stdin is not None and reader.stdout is not None
+                print("look", file=reader.stdin, flush=True)
+                return reader.stdout.readline().split()
+
+            assert await asyncio.to_thread(look) == ["0", "0"]
+            looks = []
+            for done in range(200, 2001, 200):
+                results = await fill(catalog, session, 200)
+                assert all(isinstance(result, ShardKey) for result in results)
+                looks.append(await asyncio.to_thread(look))
+                assert looks[-1][-2:] == [str(done), str(done)]
+            reader.stdin.close()
+        assert reader.returncode == 0
+        assert catalog.stats()["map_bytes"] > small
+        assert any(seen[0] == "resized" for seen in looks), "the reader never met a map that had grown"
 
 
 async def test_one_act_larger_than_the_map_grows_it(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_catalogs_growth_on_a_full_disk_shows_and_passes(tmp_path: Path, sta
         shows(client, "no space is left for the catalog")
         assert disk.free() > 8 * MIB, "the catalog has taken what it could not use"
         # What makes space is not refused for want of it.
-        assert json.loads(bench.gateway.cli("evict", RUN, "1", "--json").stdout)["shards"] == 1
+        assert json.loads(bench.gateway.cli("evict", RUN, "1", "--yes", "--json").stdout)["shards"] == 1
         filler.go()
         passes(client)
         bench.check_visible()

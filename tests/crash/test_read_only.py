@@ -119,6 +119,12 @@ def test_with_a_gateway_that_runs(tmp_path: Path, stack: ExitStack) -> None:
     bench = DiskBench(tmp_path, tmp_path, cache_keys='repair = "ask"')
     stack.callback(bench.gateway.close)
     saved(bench)
+    with bench.client() as client:  # of step 3 the older session is garbage
+        for session in ("older", "newer"):
+            with client.checkpoint(RUN, 3, session=session) as part:
+                part.put("x", session.encode())
+                part.commit()
+            client.wait(RUN, 3, "pfs", timeout=60)
     files = {path.stat().st_size: path for path in (bench.cache / "data").glob("*/*.shard")}
     damaged = files[max(files)]
     data = bytearray(damaged.read_bytes())
@@ -133,9 +139,9 @@ def test_with_a_gateway_that_runs(tmp_path: Path, stack: ExitStack) -> None:
     paths = [*(bench.cache / "data").rglob("*"), bench.cache / "data", bench.cache / "incoming", *incoming, *marks]
     with Faults(gateway.pid, REFUSED, "EROFS", "1+", paths, tmp_path) as faults:
         found = {
-            "release": gateway.cli("quarantine", "release", entry["id"], check=False),
-            "evict": gateway.cli("evict", RUN, "1", check=False),
-            "gc": gateway.cli("gc", "--apply", "--older-than", "0s", check=False),
+            "release": gateway.cli("quarantine", "release", entry["id"], "--yes", check=False),
+            "evict": gateway.cli("evict", RUN, "1", "--yes", check=False),
+            "gc": gateway.cli("gc", "--apply", "--older-than", "0s", "--json", check=False),
         }
         with bench.client(retry_s=0.0) as client:
             with pytest.raises(Unavailable, match="EROFS"):
@@ -147,11 +153,14 @@ def test_with_a_gateway_that_runs(tmp_path: Path, stack: ExitStack) -> None:
     for name in ("release", "evict"):
         assert found[name].returncode == 5, (name, found[name])
         assert_clear(found[name].stderr, "EROFS")
-    assert found["gc"].returncode == 0  # there is nothing of ours to delete
+    assert found["gc"].returncode == 1, found["gc"]
+    (left,) = json.loads(found["gc"].stdout)
+    assert left["kind"] == "superseded" and left["outcome"].startswith("failed: ") and "EROFS" in left["outcome"]
     assert content(bench.cache / "data") == before
     # Writable again: what was begun ends by itself, and all of it can be done.
     with bench.client() as client:
         bench.compare(client, 1)
     assert gateway.cli("repair", "--apply", check=False).returncode == 0
+    assert "1 of 1 deleted" in gateway.cli("gc", "--apply", "--older-than", "0s").stdout
     gateway.cli("pin", RUN, "1")
     assert gateway.cli("fsck", "--deep", check=False).returncode == 0

@@ -40,6 +40,8 @@ def call_of(request: web.BaseRequest) -> str:
             return "GetObject"
         case "PUT":
             return "UploadPart" if "partNumber" in query else "PutObject"
+        case "POST" if "delete" in query:
+            return "DeleteObjects"
         case "POST":
             return "CompleteMultipartUpload" if "uploadId" in query else "CreateMultipartUpload"
         case "DELETE":
@@ -58,6 +60,7 @@ class Fault:
     answer: do not pass on (after=False) or pass on first (after=True), then give this status and S3 error code.
     foreign: a login page instead, with status 200. empty: status 200 and no body. cut: half of the answer's body.
     etag, checksum: the answer with another one. damage: one bit of the answer's body is other.
+    undeleted: a deletion of many is not passed on, and the answer (200) names each key with this S3 error code.
     stale-absent, stale-size, stale-bytes: a HEAD's answer from before the object was there, or was this one.
     """
 
@@ -134,6 +137,8 @@ class FaultyProxy:
         if kind in ("refuse", "reset-after"):
             _reset(transport) if kind == "reset-after" else transport.close()
             return web.Response()
+        if kind == "undeleted" and fault is not None:
+            return _undeleted(fault, body)
         if kind == "stall":
             await self._stall(transport)
             return web.Response()
@@ -231,6 +236,12 @@ def _made_up(fault: Fault) -> web.Response | None:
     if fault.kind == "foreign":
         return web.Response(text=FOREIGN_HTML, content_type="text/html")
     return web.Response(body=b"") if fault.kind == "empty" else None
+
+
+def _undeleted(fault: Fault, body: bytes) -> web.Response:
+    keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
+    errors = "".join(f"<Error><Key>{key}</Key><Code>{fault.code}</Code><Message>made up</Message></Error>" for key in keys)
+    return web.Response(text=f"<DeleteResult>{errors}</DeleteResult>", content_type="application/xml")
 
 
 async def _in_pieces(fault: Fault, request: web.Request, answer: _Answer, transport: asyncio.Transport) -> web.StreamResponse:

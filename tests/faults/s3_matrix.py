@@ -62,6 +62,7 @@ HEADS = frozenset({"HeadObject", "HeadBucket"})
 NO_BODY_SENT = frozenset({"HeadObject", "HeadBucket", "GetObject", "DeleteObject", "AbortMultipartUpload"})
 NO_BODY_SENT |= {"ListObjectsV2", "ListMultipartUploads", "CreateMultipartUpload"}
 XML_ANSWERED = frozenset({"CreateMultipartUpload", "CompleteMultipartUpload", "ListObjectsV2", "ListMultipartUploads"})
+XML_ANSWERED |= {"DeleteObjects"}
 WITH_ETAG = frozenset({"PutObject", "UploadPart", "CompleteMultipartUpload", "HeadObject", "GetObject"})
 
 
@@ -93,6 +94,7 @@ KINDS = (
     Kind("foreign", "broken answer", {}, only=XML_ANSWERED | WITH_ETAG),
     Kind("etag", "wrong answer", {}, PASSES, only=WITH_ETAG),
     Kind("checksum", "wrong answer", {}, PASSES, only=WITH_ETAG),
+    Kind("undeleted", "per key", {"code": "InternalError"}, PASSES, only=frozenset({"DeleteObjects"})),
     Kind("damage", "wrong answer", {}, only=frozenset({"GetObject"})),
     Kind("stale-absent", "wrong answer", {}, refused_with(NotFound), only=frozenset({"HeadObject"})),
     Kind("stale-size", "wrong answer", {}, refused_with(Corrupt), only=frozenset({"HeadObject"})),
@@ -158,6 +160,12 @@ ACTS = (
         {"404": refused_with(NotFound), "cut": Outcome(Unavailable, None, True), "damage": Outcome(Corrupt, 2, True)},
     ),
     Act("delete", "DeleteObject"),
+    Act(
+        "delete many",
+        "DeleteObjects",
+        # What the answer does not call deleted is deleted one by one; so is all where the store has no such call.
+        {"400": PASSES, "403": PASSES, "empty": PASSES, "foreign": PASSES},
+    ),
     Act("list", "ListObjectsV2"),
     Act("sweep", "ListMultipartUploads"),
     Act("first write", "HeadBucket", {"404": refused_with(InvalidArgument)}),

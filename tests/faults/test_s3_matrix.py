@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from conformance.tier_kit import BytesSource, blob, s3_settings
-from faults.proxy import FaultyProxy, faulty_proxy
+from faults.proxy import FOREVER, Fault, FaultyProxy, call_of, faulty_proxy
 from faults.results import SOAK, cell
 from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
 from forebay.demo.seaweedfs import SeaweedFS
@@ -95,6 +95,11 @@ class Trial:
         self.key = f"{next(_numbers)}/object"
         self.upload = ""
         self.begun: list[str] = []  # uploads, as the catalog records them
+        self.keys = [self.key, f"{self.key}-2", f"{self.key} & <3>"]  # of a deletion of many
+        if act == "delete many":
+            bench.tier._deletes_many = True  # whatever an earlier fault made it believe
+            for key in self.keys:
+                bench.put(key, SMALL)
         if act in ("delete", "list"):
             bench.put(self.key, SMALL)
         elif act in ("abort", "sweep"):
@@ -131,6 +136,8 @@ class Trial:
                 assert await self._read() == SMALL
             case "delete":
                 await tier.delete(key)
+            case "delete many":
+                await tier.delete_many(self.keys)
             case "list":
                 listing = await tier.list(key.rpartition("/")[0])
                 assert [(info.key, info.size) for info in listing.objects] == [(key, len(SMALL))]
@@ -152,6 +159,8 @@ class Trial:
             assert self.bench.bytes_of(self.key) == (LARGE if self.act == "large" else SMALL)
         elif self.act == "delete":
             assert self.bench.bytes_of(self.key) is None
+        elif self.act == "delete many":
+            assert [key for key in self.keys if self.bench.bytes_of(key) is not None] == []
         if self.act in ("abort", "sweep", "large"):
             assert self.bench.uploads(self.key) == [], "an upload was left behind"
 
@@ -196,7 +205,9 @@ async def test_fault_that_lasts(bench: Bench, quick: None, each: Cell) -> None:
             finally:
                 await bench.proxy.clear()
             trial.check_whole()
-            again = Trial(bench, tier, each.act.name) if each.act.name in ("create", "delete", "abort") else trial
+            again = (
+                Trial(bench, tier, each.act.name) if each.act.name in ("create", "delete", "delete many", "abort") else trial
+            )
             await again.do()  # and when it is over, everything works
 
 
@@ -257,6 +268,19 @@ async def test_probe_never_claims_more_than_is_true(bench: Bench, quick: None, f
         await tier.probe()
         assert tier.capabilities == _without_skew(tier.capabilities, bench.tier.capabilities)
         await tier.close()
+
+
+async def test_probe_does_not_believe_a_store_that_shows_another_checksum(bench: Bench) -> None:
+    """It takes the right one and refuses a wrong one, but what it shows afterwards proves nothing."""
+    tier = _tier(bench.server, bench.proxy)
+    bench.proxy.faults = [Fault("checksum", lambda request: call_of(request) == "HeadObject", FOREVER)]
+    try:
+        found = await tier.probe()
+    finally:
+        await bench.proxy.clear()
+        await tier.close()
+    assert not found.server_checksum and "not shown" in found.notes["no_server_checksum"]
+    assert bench.tier.capabilities is not None and bench.tier.capabilities.server_checksum
 
 
 def _without_skew(one: Capabilities | None, other: Capabilities | None) -> Capabilities:

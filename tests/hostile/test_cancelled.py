@@ -134,7 +134,7 @@ async def auto_read(line: Wire, turn: int, number: int) -> None:
 
 async def test_reads_cancelled_while_a_mover_fetches(gateway: GatewayProcess) -> None:
     for turn in range(full(60)):
-        gateway.cli("evict", "saved", "1")
+        gateway.cli("evict", "saved", "1", "--yes")
         async with wire(gateway) as line:
             await at_once(8, 8, partial(auto_read, line, turn))
         if turn >= 5 and turn % 20:
@@ -189,5 +189,5 @@ def test_clients_killed_with_streams_open(gateway: GatewayProcess, left: Left, t
             process.send_signal(signal.SIGKILL)
             process.wait()
     left.none()
-    assert gateway.cli("evict", "saved", "1").returncode == 0  # the reads held nothing back
+    assert gateway.cli("evict", "saved", "1", "--yes").returncode == 0  # the reads held nothing back
     assert not list(gateway.cache.glob("data/*/*.shard"))

@@ -134,7 +134,7 @@ async def test_readers_that_never_read_hold_up_nobody(large: GatewayProcess, sou
         took_s = time.monotonic() - began_s
 
         def evicted() -> bool:
-            large.cli("evict", "big", "1")
+            large.cli("evict", "big", "1", "--yes")
             return "evicted" in {shard["state"] for shard in info(large)}
 
         await asyncio.to_thread(eventually, evicted, bool, 90.0)

@@ -45,7 +45,7 @@ def auto(tmp_path_factory: pytest.TempPathFactory, seaweed: SeaweedFS) -> Iterat
         first = Job(run="warm", writers=1)  # so that no later test is the one that starts a mover
         first.save(gateway, 0)
         first.wait(gateway)
-        gateway.cli("evict", "warm", "7")
+        gateway.cli("evict", "warm", "7", "--yes")
         gateway.cli("warmup", "warm", "7")
         yield Cluster(gateway, gateway, root, bucket)
     bucket.close()
@@ -89,7 +89,7 @@ def test_a_damaged_cache_file_is_replaced_by_itself(auto: Cluster[Bucket], saved
 def test_a_lost_copy_on_a_tier_comes_back_by_itself(auto: Cluster[Bucket], saved: Job, evicted: bool, how: str) -> None:
     """Where the cache has evicted it, it comes from the other tier: the queue does not wait for ever."""
     if evicted:
-        auto.a.cli("evict", saved.run, "7")
+        auto.a.cli("evict", saved.run, "7", "--yes")
         assert state(auto.a, saved, "cache") == "evicted"
     key = saved.key(NAME)
     if how == "gone":
@@ -111,14 +111,18 @@ def test_what_a_required_tier_lost_is_not_evicted(pair: Cluster[Bucket], job: Jo
     flip_byte(pair.root / job.key(NAME), 3)
     assert verify(pair.a, job)["bad"] == 1
     assert state(pair.a, job, "cache") == "sealed"
-    done = json.loads(pair.a.cli("evict", job.run, "7", "--json").stdout)
+    done = json.loads(pair.a.cli("evict", job.run, "7", "--yes", "--json").stdout)
     assert (done["left"], "not yet on every required tier" in done["reason"]) == (1, True)
     assert state(pair.a, job, "cache") == "sealed"
 
 
 def test_evict_and_warm_up(auto: Cluster[Bucket], saved: Job, tmp_path: Path) -> None:
     used = auto.a.status()["cache"]["used_bytes"]
-    gone = json.loads(auto.a.cli("evict", saved.run, "7", "--json").stdout)
+    dry = json.loads(auto.a.cli("evict", saved.run, "7", "--json").stdout)
+    assert auto.a.status()["cache"]["used_bytes"] == used, "a dry run"
+    gone = json.loads(auto.a.cli("evict", saved.run, "7", "--yes", "--json").stdout)
+    assert dry == {**gone, "evicted": False} and gone["evicted"]
+    assert "would be evicted" in auto.a.cli("evict", saved.run, "7").stdout
     assert (gone["shards"], gone["left"]) == (4, 0)
     assert auto.a.status()["cache"]["used_bytes"] == used - gone["size"]
     back = json.loads(auto.a.cli("warmup", saved.run, "7", "--json").stdout)
@@ -126,7 +130,7 @@ def test_evict_and_warm_up(auto: Cluster[Bucket], saved: Job, tmp_path: Path) ->
     assert auto.a.status()["cache"]["used_bytes"] == used
     saved.assert_restores(auto.a, tmp_path / "restored", source="cache")
     auto.a.cli("pin", saved.run, "7")
-    assert_refused(auto.a.cli("evict", saved.run, "7", check=False), 2, "pinned")
+    assert_refused(auto.a.cli("evict", saved.run, "7", "--yes", check=False), 2, "pinned")
     assert "nothing waits" in auto.a.cli("drain", "--wait").stdout
 
 
@@ -142,8 +146,8 @@ def test_evict_and_warm_up(auto: Cluster[Bucket], saved: Job, tmp_path: Path) ->
         (["evict", "no/such-run", "1"], 3, "no/such-run"),
         (["warmup", "no/such-run", "1"], 3, "no/such-run"),
         (["quarantine", "show", "1-99999"], 3, "1-99999"),
-        (["quarantine", "release", "1-99999@pfs"], 3, "1-99999@pfs"),
-        (["quarantine", "release", "rubbish"], 3, "rubbish"),
+        (["quarantine", "release", "1-99999@pfs", "--yes"], 3, "1-99999@pfs"),
+        (["quarantine", "release", "rubbish", "--yes"], 3, "rubbish"),
         (["quarantine", "show", f"{2**64}-1"], 3, "quarantine"),
         (["gc", "--older-than", "soon"], 2, "soon"),
         (["scrub", "--start", "--stop"], 2, "one of"),
@@ -241,18 +245,21 @@ def test_gc_takes_what_is_ours_and_old_and_nothing_else(auto: Cluster[Bucket], s
         path.write_bytes(b"x")
     for path in (old, foreign, strange):
         os.utime(path, (time.time() - 2 * DAY_S,) * 2)
-    uploads = begin_uploads(auto.bucket, saved.key(NAME), f"{saved.directory}/else.bin")
+    gone = "deleted/run/step-000000000003/00112233/x.bin"  # nothing here knows the step any more
+    uploads = begin_uploads(auto.bucket, saved.key(NAME), f"{saved.directory}/else.bin", gone)
     dry = {entry["path"]: entry for entry in collect(auto.a)}
     below = lambda path: str(path.relative_to(auto.root))  # noqa: E731
     assert dry[below(old)]["deletable"] and not dry[below(young)]["deletable"]
     assert dry[below(foreign)]["kind"] == dry[below(strange)]["kind"] == "foreign"
+    assert (dry[gone]["kind"], dry[gone]["where"]) == ("foreign", "object")
     assert old.exists()
     collect(auto.a, "--apply")
     assert [path.exists() for path in (old, young, foreign, strange)] == [False, True, True, True]
     assert open_uploads(auto.bucket) == uploads  # too young
     collect(auto.a, "--apply", "--older-than", "0s")
     assert [path.exists() for path in (young, foreign, strange)] == [False, True, True]
-    assert open_uploads(auto.bucket) == {f"{saved.directory}/else.bin": uploads[f"{saved.directory}/else.bin"]}
+    del uploads[saved.key(NAME)]
+    assert open_uploads(auto.bucket) == uploads
     assert verify(auto.a, saved)["bad"] == 0
 
 

@@ -146,7 +146,7 @@ def test_a_bit_in_a_shard_on_a_tier(pair: Pair, saved: Job, tmp_path: Path, tier
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_bad_copy_whose_cache_file_is_gone_comes_by_way_of_the_other_tier(pair: Pair, saved: Job, tier: str) -> None:
-    pair.a.cli("evict", saved.run, "7")
+    pair.a.cli("evict", saved.run, "7", "--yes")
     TIERS[tier](pair, saved.key(NAME), 3)
     assert verdicts(pair, saved, tier) == {(NAME, tier): "bad"}
     (done,) = repair(pair, saved)
@@ -246,11 +246,15 @@ def test_release_where_a_good_copy_is(pair: Pair, saved: Job) -> None:
     shown = json.loads(pair.a.cli("quarantine", "show", id_, "--json").stdout)
     assert (shown["name"], shown["good"]) == (NAME, ["pfs", "object"])
     assert "damaged" in shown["reason"]
-    pair.a.cli("quarantine", "release", id_)
+    dry = json.loads(pair.a.cli("quarantine", "release", id_, "--json").stdout)
+    assert dry == {**shown, "released": False}
+    assert "would release" in pair.a.cli("quarantine", "release", id_, "--force").stdout
+    assert quarantine_ids(pair, saved) == {"cache": id_} and saved.copies(pair.a)[NAME]["cache"] == "quarantined"
+    pair.a.cli("quarantine", "release", id_, "--yes")
     assert saved.copies(pair.a)[NAME]["cache"] == "evicted"
     assert verdicts(pair, saved)[NAME, "cache"] == "absent"
     damage_pfs(pair, saved.key(NAME), 5)
     verdicts(pair, saved)
-    pair.a.cli("quarantine", "release", quarantine_ids(pair, saved)["pfs"])
+    pair.a.cli("quarantine", "release", quarantine_ids(pair, saved)["pfs"], "--yes")
     eventually(lambda: saved.copies(pair.a)[NAME]["pfs"], lambda state: state == "verified")
     assert quarantine_ids(pair, saved) == {}

@@ -119,14 +119,14 @@ def test_ctrl_c(patient: Patient, tmp_path: Path) -> None:
     told = interrupted(gateway, GC, lambda: not patient.older.exists())
     assert_refused(told, 130, "interrupted: ", "what was deleted so far is gone")
     id_ = patient.worse_id
-    told = interrupted(gateway, ["quarantine", "release", id_], lambda: not patient.worse.exists())
+    told = interrupted(gateway, ["quarantine", "release", id_, "--yes"], lambda: not patient.worse.exists())
     assert_refused(told, 130, "interrupted: ", "goes on to its end")
     eventually(lambda: gateway.cli("repair", check=False).returncode, lambda code: code != 5)  # it has come to its end
     told = interrupted(gateway, ["repair", "--apply"], patient.fetching)
     assert_refused(told, 130, "interrupted: ", "so far")
     for command in (["fsck"], ["gc"], ["repair"]):  # each waits for the act under way, not for the command that is gone
         eventually(lambda command=command: gateway.cli(*command, check=False).returncode, lambda code: code != 5)
-    assert_refused(gateway.cli("quarantine", "release", id_, check=False), 3, "nothing in quarantine")
+    assert_refused(gateway.cli("quarantine", "release", id_, "--yes", check=False), 3, "nothing in quarantine")
     assert gateway.cli(*GC, check=False).returncode == 0
     assert gateway.cli("repair", "--apply", check=False).returncode == 0
     patient.check_well(tmp_path)
@@ -147,7 +147,7 @@ def test_ctrl_c_where_nothing_is_changed(make: MakeGateway, command: list[str]) 
 
 KILLS = {
     "gc": ("delete.files_gone=kill", lambda patient: GC),
-    "quarantine release": ("evict.before_catalog=kill", lambda patient: ["quarantine", "release", patient.worse_id]),
+    "quarantine release": ("evict.before_catalog=kill", lambda patient: ["quarantine", "release", patient.worse_id, "--yes"]),
 }
 
 
@@ -196,7 +196,7 @@ def lost(make: MakeGateway) -> tuple[GatewayProcess, Job]:
     for each in (job, tier_only):
         each.save(gateway, 0)
         each.wait(gateway)
-    gateway.cli("evict", tier_only.run, "7")
+    gateway.cli("evict", tier_only.run, "7", "--yes")
     gateway.cli("pin", tier_only.run, "7")
     for path in gateway.cache.glob("data/*/part-*.json"):
         if tier_only.run in path.read_text():
@@ -215,7 +215,7 @@ def check_rebuilt(gateway: GatewayProcess, job: Job, target: Path) -> None:
     assert_refused(rebuild(gateway), 2, "can be used")
     gateway.start()
     job.assert_restores(gateway, target, source="cache")
-    assert_refused(gateway.cli("evict", "team/tier-only", "7", check=False), 2, "pinned")
+    assert_refused(gateway.cli("evict", "team/tier-only", "7", "--yes", check=False), 2, "pinned")
     assert gateway.cli("fsck", "--deep", check=False).returncode == 0
 
 

@@ -63,6 +63,18 @@ def gateway(make: MakeGateway) -> GatewayProcess:
     return make().start()
 
 
+@pytest.mark.usefixtures("no_streams")
+def test_a_snapshot_that_is_damaged_while_it_waits_is_found(gateway: GatewayProcess) -> None:
+    with forebay.Client(gateway.address) as client:
+        said = pytest.raises(Corrupt, match="put 'x': its bytes were damaged while they waited")
+        with said, client.checkpoint("r", 1, lane="fd") as part:
+            with client._background.copying():  # nothing is sent meanwhile
+                part.put("x", BIG, background=True)
+                next(iter(part._background._under_way.values()))._region.view[5] ^= 1
+            part.commit()
+        assert client.runs() == []
+
+
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
 @pytest.mark.parametrize("chunk_size", ["64KiB", "4MiB", "16MiB"])
 @pytest.mark.usefixtures("no_streams")
@@ -549,7 +561,7 @@ def test_damage_in_the_cache_is_not_handed_out(make: MakeGateway, tmp_path: Path
 @pytest.mark.parametrize("how", READS)
 def test_what_was_evicted_is_fetched_and_then_read(gateway: GatewayProcess, tmp_path: Path, how: str, no_streams: None) -> None:
     saved(gateway)
-    gateway.cli("evict", "r", "1")
+    gateway.cli("evict", "r", "1", "--yes")
     assert cache_files(gateway) == []
     with forebay.Client(gateway.address) as client:
         assert READS[how](client, tmp_path / "out") == BIG
@@ -558,7 +570,7 @@ def test_what_was_evicted_is_fetched_and_then_read(gateway: GatewayProcess, tmp_
 
 def test_a_small_range_of_what_was_evicted_comes_by_stream(gateway: GatewayProcess) -> None:
     saved(gateway)
-    gateway.cli("evict", "r", "1")
+    gateway.cli("evict", "r", "1", "--yes")
     with forebay.Client(gateway.address) as client:
         assert client.open("r", 1, lane="fd").read("x", 5, 70) == BIG[5:75]
         with pytest.raises(ForebayError):
@@ -571,10 +583,10 @@ def test_a_file_that_is_read_is_not_evicted(gateway: GatewayProcess) -> None:
     with forebay.Client(gateway.address) as client:
         chunks = client.open("r", 1, lane="fd").stream("x")
         begun = [next(chunks)]
-        gateway.cli("evict", "r", "1")
+        gateway.cli("evict", "r", "1", "--yes")
         assert len(cache_files(gateway)) == 1
         assert b"".join([*begun, *chunks]) == BIG
-        eventually(lambda: (gateway.cli("evict", "r", "1"), cache_files(gateway))[1] == [])
+        eventually(lambda: (gateway.cli("evict", "r", "1", "--yes"), cache_files(gateway))[1] == [])
 
 
 def test_a_gateway_that_is_killed_while_its_file_is_read(gateway: GatewayProcess) -> None:

@@ -120,6 +120,23 @@ async def test_a_gc_that_is_cut_short_is_done_again(parts: Parts) -> None:
     assert files == sorted(parts.node.cache.shard_path(row.key) for row in parts.rows())
 
 
+async def test_a_gc_says_which_tier_it_could_not_ask(parts: Parts) -> None:
+    root = parts.node.cache.path.with_name("pfs")
+    root.rename(root.with_name("elsewhere"))
+    try:
+        # Seen to be away in the middle of it, and known to be away before.
+        for said in ("failed while it was asked", "cannot be reached"):
+            (item,) = await parts.collector.collect(0.0)
+            assert (item.kind, item.where, item.deletable, item.outcome) == ("not_asked", "pfs", False, "")
+            assert said in item.what and str(root) in item.what
+        told = [finding for finding in await parts.findings() if finding.kind == "tier_unreachable"]
+        assert [finding.where for finding in told] == ["pfs"]  # once, not twice
+    finally:
+        root.with_name("elsewhere").rename(root)
+    await until(lambda: parts.node.tiers["pfs"].usable)
+    assert {item.kind for item in await parts.collector.survey(0.0)} == {"superseded"}
+
+
 def newer(parts: Parts) -> list[ShardKey]:
     """The shards of sessions that stand."""
     with parts.node.catalog.read() as txn:

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.cli.care import _seconds, collect
+from forebay.cli.care import _say_garbage, _seconds, collect
+from forebay.types import Garbage as ToldGarbage
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.layout import FoundFile
 from forebay_gateway.core.errors import NotFound, Unavailable
@@ -84,6 +85,15 @@ def test_what_fsck_says_of_leftovers_is_what_gc_does(age_s: float | None, remedy
     assert ("gc` leaves it" in found.what) == (age_s is None)
     default = inspect.signature(collect).parameters["older_than"].default
     assert _seconds(default) == SPARED_S
+
+
+def test_a_tier_that_was_not_asked_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _say_garbage([ToldGarbage("not_asked", "pfs", "", "the tier cannot be reached: no route", None, False, "")], False, "24h")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "not asked: pfs (the tier cannot be reached: no route)",
+        "0 would be deleted, 0 left alone; not asked: pfs",
+    ]
 
 
 def record(writer: int = 0) -> PartRecord:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.tiers.base import ObjectInfo
+from forebay_wire.checksums import crc32c
 from paths.kit import client_of, serving, tier, until
 
 SIZE, SHARDS = 100_000, 5
@@ -102,6 +105,33 @@ async def test_rot_is_found_and_replaced(tmp_path: Path, evicted: bool) -> None:
 def evictable(gateway: Gateway) -> list[ShardRow]:
     with gateway.node.catalog.read() as txn:
         return list(txn.evictable())
+
+
+@pytest.mark.expected_logs("a copy on a tier is bad")
+async def test_a_tier_that_shows_another_checksum_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the very tag that was proved, so nothing but the checksum tells: the pass over the cache asks for heads alone."""
+    async with (
+        serving(tmp_path, tier(tmp_path / "pfs"), cache_keys='scrub_rate = "1GiB"\nscrub_every = "off"') as gateway,
+        client_of(gateway) as client,
+    ):
+        async with client.checkpoint("run", 1, session="s") as part:
+            for name, data in CONTENT.items():
+                await part.put(name, data)
+            await part.commit()
+        await client.wait("run", 1, "pfs", timeout=30)
+        front = gateway.node.tiers["pfs"].tier
+        head = front.head
+
+        async def showing(key: str) -> ObjectInfo:
+            info = await head(key)
+            name = key.rpartition("/")[2]
+            return replace(info, crc32c=crc32c(CONTENT[name]) ^ (name == "s3")) if name in CONTENT else info
+
+        monkeypatch.setattr(front, "head", showing)
+        before = await client.care.scrub("start")
+        while (now := await client.care.scrub()).passes == before.passes:
+            await asyncio.sleep(0.05)
+        assert (now.copies, now.copies_bad, now.bad) == (SHARDS, 1, 0)
 
 
 async def test_it_is_paced_stopped_and_resumed_where_it_was(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """`verify`, `scrub`, `fsck`, `repair`, `quarantine`, `rebuild`, `gc`: is every copy good, and what to do where it is not.
 
-Owns the commands. Checks exit 4 when something is bad. What destroys something is a dry run without --apply.
+Owns the commands. Checks exit 4 when something is bad. What destroys something is a dry run without --apply, or --yes.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -256,16 +257,22 @@ def _say_quarantined(entry: Quarantined) -> None:
 def quarantine_release(
     id: _Id,
     force: Annotated[bool, typer.Option("--force", help="Also where no good copy is known: what is left of it goes.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without this only say what would go.")] = False,
     json: Json = False,
 ) -> int:
-    """Drop a bad copy. Refused where no good one is known, unless --force is given. JSON keys: as in `quarantine ls`."""
-    with on_interrupt("a release that has begun goes on to its end; run it again to see"), client() as gateway:
-        entry = gateway.care.release(id, force=force)
+    """Drop a bad copy. Refused where no good one is known, unless --force is given. A dry run unless --yes is given.
+
+    JSON keys: as in `quarantine ls`, and released.
+    """
+    left = "a release that has begun goes on to its end; run it again to see" if yes else NOTHING_CHANGED
+    with on_interrupt(left), client() as gateway:
+        entry = gateway.care.release(id, force=force, dry_run=not yes)
     if json:
-        print_json(entry)
+        print_json({**asdict(entry), "released": yes})
     else:
         good = f"good at {', '.join(entry.good)}" if entry.good else "no good copy is known"
-        say(f"released {entry.id}: shard {entry.name} at {entry.where}; {good}")
+        act, more = ("released", "") if yes else ("would release", "; give --yes to do it")
+        say(f"{act} {entry.id}: shard {entry.name} at {entry.where}; {good}{more}")
     return exits.DONE
 
 
@@ -338,7 +345,7 @@ def collect(
 ) -> int:
     """Delete what is left over on the tiers: uploads and temporary files of ours, sessions that a newer one superseded.
 
-    A dry run unless --apply is given. Files of others are listed, and never touched.
+    A dry run unless --apply is given. Files of others are listed, and never touched; so is a tier that could not be asked.
 
     JSON: a list with kind, where, path, what, age_s, deletable, outcome.
     """
@@ -365,6 +372,10 @@ def _seconds(text: str) -> float:
 
 
 def _say_garbage(found: list[Garbage], applied: bool, older_than: str) -> None:
+    silent = [item for item in found if item.kind == "not_asked"]
+    found = [item for item in found if item.kind != "not_asked"]
+    for item in silent:
+        say(f"not asked: {item.where} ({item.what})")
     for item in found:
         age = f", {duration_text(item.age_s)} old" if item.age_s is not None else ""
         act = item.outcome or ("would delete" if item.deletable else "leave")
@@ -373,6 +384,7 @@ def _say_garbage(found: list[Garbage], applied: bool, older_than: str) -> None:
     left = f"{len(found) - deletable} left alone" + (
         f" (younger than {older_than}, or not ours)" if deletable < len(found) else ""
     )
+    left += f"; not asked: {', '.join(item.where for item in silent)}" if silent else ""
     if applied:
         say(f"{sum(item.outcome == 'deleted' for item in found)} of {deletable} deleted, {left}")
     else:

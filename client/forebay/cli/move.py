@@ -1,12 +1,13 @@
 """`evict`, `warmup` and `drain`: what is in the cache, and what leaves it now."""
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
-from forebay.cli.exits import on_interrupt
+from forebay.cli.exits import NOTHING_CHANGED, on_interrupt
 from forebay.cli.output import count_text, print_json, say, size_text
 from forebay.errors import DeadlineExceeded
 from forebay.types import Moved
@@ -20,17 +21,26 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def evict(run: RunName, step: StepNumber, json: Json = False) -> int:
-    """Drop a checkpoint from this node's cache, as far as every required tier holds it.
+def evict(
+    run: RunName,
+    step: StepNumber,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without this only say what would go.")] = False,
+    json: Json = False,
+) -> int:
+    """Drop a checkpoint from this node's cache, as far as every required tier holds it. A dry run unless --yes is given.
 
-    JSON keys: shards, size, left, reason.
+    JSON keys: run, step, evicted, shards, size, left, reason.
     """
-    with (
-        on_interrupt("what was evicted so far is on every required tier, the rest stays; run it again to go on"),
-        client() as gateway,
-    ):
-        done = gateway.care.evict(run, step)
-    return _tell(done, f"evicted from the cache: {run}/{step}", json)
+    left = (
+        "what was evicted so far is on every required tier, the rest stays; run it again to go on" if yes else NOTHING_CHANGED
+    )
+    with on_interrupt(left), client() as gateway:
+        done = gateway.care.evict(run, step, dry_run=not yes)
+    if json:
+        print_json({"run": run, "step": step, "evicted": yes, **asdict(done)})
+        return 0
+    what = f"{'evicted' if yes else 'would be evicted'} from the cache: {run}/{step}"
+    return _tell(done, what, json, "" if yes else "; give --yes to do it")
 
 
 def warmup(run: RunName, step: StepNumber, json: Json = False) -> int:
@@ -40,12 +50,12 @@ def warmup(run: RunName, step: StepNumber, json: Json = False) -> int:
     return _tell(done, f"fetched into the cache: {run}/{step}", json)
 
 
-def _tell(done: Moved, what: str, json: bool) -> int:
+def _tell(done: Moved, what: str, json: bool, more: str = "") -> int:
     if json:
         print_json(done)
     else:
         left = f"; {done.left} stay as they are: {done.reason}" if done.left else ""
-        say(f"{what}, {count_text(done.shards, 'shard')}, {size_text(done.size)}{left}")
+        say(f"{what}, {count_text(done.shards, 'shard')}, {size_text(done.size)}{left}{more}")
     return 0
 
 

@@ -58,13 +58,15 @@ class Evictor:
             missing = self._node.budget.missing_bytes(size)
             return missing == 0 or await self._evict(missing) >= missing
 
-    async def evict_session(self, session_id: int) -> tuple[int, int]:
-        """All of the session that may go now, whatever the watermarks say: (shards, bytes freed)."""
+    async def evict_session(self, session_id: int, *, dry_run: bool = False) -> tuple[int, int]:
+        """All of the session that may go now, whatever the watermarks say: (shards, bytes freed), or what they would be."""
         shards = freed = 0
         async with self._lock:
             found = await all_shards(self._node, session_id)
             evictable = [row for row in found if row.state is ShardState.EVICTABLE]
             rows = [row for row in evictable if row.key not in self._readers]
+            if dry_run:
+                return sum(row.visible_count for row in rows), sum(row.disk_size for row in rows)
             for begin in range(0, len(rows), BATCH_SHARDS_MAX):
                 batch = rows[begin : begin + BATCH_SHARDS_MAX]
                 freed += await uncut(self._evict_rows(batch))

@@ -113,7 +113,7 @@ class CareService:
     async def ReleaseQuarantine(self, request: pb.ReleaseQuarantineRequest, context: Context) -> pb.Quarantined:
         """See admin.proto."""
         with self._lock.hold("quarantine release"):
-            return quarantined(await self._care.quarantine.release(request.id, request.force))
+            return quarantined(await self._care.quarantine.release(request.id, request.force, dry_run=request.dry_run))
 
     @streams
     async def Collect(self, request: pb.CollectRequest, context: Context) -> AsyncGenerator[pb.Garbage, None]:
@@ -129,7 +129,7 @@ class CareService:
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.Moved:
         """See admin.proto."""
         check_name(request.run)
-        return moved(await self._care.space.evict(request.run, request.step))
+        return moved(await self._care.space.evict(request.run, request.step, dry_run=request.dry_run))
 
     @answers
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.Moved:

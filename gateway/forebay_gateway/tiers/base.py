@@ -109,6 +109,7 @@ class Tier(ABC):
     """One configured tier. Not thread-safe: used from one event loop."""
 
     kind: ClassVar[str]
+    lists_uploads_at_once: ClassVar[bool] = False  # leftovers("") is one listing of uploads, not a walk over every file
 
     def __init__(self, name: str) -> None:
         self.name = name

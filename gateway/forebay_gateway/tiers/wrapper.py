@@ -24,6 +24,11 @@ class TierWrapper(Tier):
         return self.inner.kind
 
     @property
+    def lists_uploads_at_once(self) -> bool:  # type: ignore[override]
+        """The inner tier's."""
+        return self.inner.lists_uploads_at_once
+
+    @property
     def capabilities(self) -> Capabilities | None:
         """The inner tier's."""
         return self.inner.capabilities

@@ -721,18 +721,21 @@ class ReleaseQuarantineRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     force: _builtins.bool
     """also where no good copy is known"""
+    dry_run: _builtins.bool
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         force: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "force", b"force", "id", b"id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,7 +775,7 @@ class Garbage(_message.Message):
     DELETABLE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"upload", "superseded", "foreign" """
+    """"upload", "superseded", "foreign", "not_asked" (the tier `where`, for the reason `what`)"""
     where: _builtins.str
     path: _builtins.str
     what: _builtins.str
@@ -807,17 +810,20 @@ class EvictRequest(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
+    dry_run: _builtins.bool
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,13 +62,16 @@ class Checker:
             for tier in self._node.tiers.values():
                 async for finding in self._on_tier(session, tier, deep):
                     yield _of_replaced(finding) if session.is_superseded else finding
-        for tier in self._node.unreachable_tiers():
+        away = self._node.unreachable_tiers()
+        for tier in away:
             what = f"the tier cannot be reached, so its copies were not looked at: {tier.reason}"
             yield Finding("tier_unreachable", tier.name, what, Severity.NOTE)
         for finding in self._uploads():
             yield finding
+        told = {tier.name for tier in away}
         for item in await self._collector.survey(0.0):
-            yield as_finding(item)
+            if item.kind != "not_asked" or item.where not in told:
+                yield as_finding(item)
 
     def _sessions(self) -> list[SessionRow]:
         with self._node.catalog.read() as txn:

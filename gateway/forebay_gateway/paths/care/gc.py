@@ -35,11 +35,17 @@ from forebay_wire.manifest import Manifest, ManifestError
 SPARED_S = 86_400.0  # what `forebay gc` leaves alone unless told otherwise
 FOREIGN_SHOWN_MAX = 1000
 DEPTH_MAX = 32
+_FINDINGS = {
+    "foreign": "foreign_file",
+    "upload": "orphan_upload",
+    "superseded": "superseded_session",
+    "not_asked": "tier_unreachable",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """`kind` is "upload", "superseded" or "foreign"; `deletable` says that it is ours and old enough."""
+    """`kind` is "upload", "superseded", "foreign", or "not_asked" of a tier; `deletable` says it is ours and old enough."""
 
     kind: str
     where: str
@@ -59,20 +65,38 @@ class Collector:
         self._node, self._retention = node, retention
 
     async def survey(self, older_than_s: float) -> list[Garbage]:
-        """All of it on the tiers that can be reached, and superseded sessions."""
+        """All of it on the tiers that can be reached, superseded sessions, and a "not_asked" for each tier that told nothing,
+        or not all."""
         found: list[Garbage] = []
-        for run, step, sessions in self._checkpoints():
-            for tier in self._node.usable_tiers():
-                try:
-                    found += await self._leftovers(run, step, sessions, tier, older_than_s)
-                    if sum(item.kind == "foreign" for item in found) < FOREIGN_SHOWN_MAX:
-                        found += await self._foreign(run, step, sessions, tier)
-                except ForebayError as error:
-                    tier.failed(error)
+        for tier in self._node.tiers.values():
+            if reason := await self._on_tier(tier, older_than_s, found):
+                found.append(Garbage("not_asked", tier.name, "", reason))
+        for _, sessions in self._checkpoints():
             for session in sessions:
                 if len(sessions) > 1 and await self._is_superseded(session):
                     found.append(await self._superseded(session, older_than_s))
         return found
+
+    async def _on_tier(self, tier: MonitoredTier, older_than_s: float, found: list[Garbage]) -> str:
+        """Add what lies there to `found`; why it was not asked, or not for all."""
+        if not tier.usable:
+            return f"the tier cannot be reached, so what is left over there was not looked for: {tier.reason}"
+        try:
+            # Listed before the rows are read: what begins meanwhile is not there, instead of there without an owner.
+            everywhere = await tier.tier.leftovers("") if tier.tier.lists_uploads_at_once else None
+            checkpoints = self._checkpoints()
+            by_step = {} if everywhere is None else _by_step(everywhere, {base for base, _ in checkpoints})
+            for base, sessions in checkpoints:
+                left = await tier.tier.leftovers(base) if everywhere is None else by_step.get(base, [])
+                found += self._judged(left, sessions, tier, older_than_s)
+                if _foreign_count(found) < FOREIGN_SHOWN_MAX:
+                    found += await self._foreign(base, sessions, tier)
+            elsewhere = by_step.get("", [])[: max(0, FOREIGN_SHOWN_MAX - _foreign_count(found))]
+            found += self._judged(elsewhere, [], tier, older_than_s)
+        except ForebayError as error:
+            tier.failed(error)
+            return f"the tier failed while it was asked, so not all was looked for: {error}"
+        return ""
 
     async def collect(self, older_than_s: float) -> list[Garbage]:
         """Survey, and delete what is deletable; each with its outcome."""
@@ -94,10 +118,11 @@ class Collector:
         else:
             await self._node.tier(item.where).tier.abort_upload(item.path, item.token)
 
-    def _checkpoints(self) -> list[tuple[str, int, list[SessionRow]]]:
+    def _checkpoints(self) -> list[tuple[str, list[SessionRow]]]:
+        """(directory of the step, its sessions) of all that stay."""
         with self._node.catalog.read() as txn:
             return [
-                (row.run, row.step, sessions_of(txn, row))
+                (step_dir(row.run, row.step), sessions_of(txn, row))
                 for run in txn.runs()
                 for row in txn.checkpoints(run)
                 if not row.deleting
@@ -105,10 +130,9 @@ class Collector:
 
     # -- uploads and temporary files -----------------------------------------------------------------------------------
 
-    async def _leftovers(
-        self, run: str, step: int, sessions: Sequence[SessionRow], tier: MonitoredTier, older_than_s: float
+    def _judged(
+        self, left: Sequence[Leftover], sessions: Sequence[SessionRow], tier: MonitoredTier, older_than_s: float
     ) -> list[Garbage]:
-        left = await tier.tier.leftovers(step_dir(run, step))
         if not left:
             return []
         with self._node.catalog.read() as txn:
@@ -121,7 +145,7 @@ class Collector:
                 and (copy := txn.copy(row.key, tier.name)) is not None
                 and copy.state is CopyState.WRITING
             }
-            whole = [session_dir(run, step, each.session) for each in sessions if _all_here(txn, each)]
+            whole = [session_dir(each.run, each.step, each.session) for each in sessions if _all_here(txn, each)]
         found = []
         for item in left:
             if item.id in under_way:
@@ -183,12 +207,11 @@ class Collector:
 
     # -- what is not ours ----------------------------------------------------------------------------------------------
 
-    async def _foreign(self, run: str, step: int, sessions: Sequence[SessionRow], tier: MonitoredTier) -> list[Garbage]:
+    async def _foreign(self, base: str, sessions: Sequence[SessionRow], tier: MonitoredTier) -> list[Garbage]:
         with self._node.catalog.read() as txn:
             known = {key for session in sessions for key in _keys_of(txn, session, self._node.id)}
-        base = step_dir(run, step)
         known |= {f"{base}/{MANIFEST_NAME}", f"{base}/{CURRENT_NAME}"}
-        ours = {session_dir(run, step, session.session) for session in sessions}
+        ours = {session_dir(session.run, session.step, session.session) for session in sessions}
         found: list[Garbage] = []
         waiting = [(base, 0)]
         while waiting and len(found) < FOREIGN_SHOWN_MAX:
@@ -223,6 +246,20 @@ def _all_here(txn: ReadTxn, session: SessionRow) -> bool:
     return len([part for part in txn.parts(session.id) if not part.is_adopted]) >= session.writers
 
 
+def _by_step(left: Sequence[Leftover], steps: set[str]) -> dict[str, list[Leftover]]:
+    """By the directory of the step they are for; under "" those of no step of ours: deleted ones, and other nodes'."""
+    found: dict[str, list[Leftover]] = {}
+    for item in left:
+        ends = (at for at, letter in enumerate(item.key) if letter == "/")
+        base = next((item.key[:at] for at in ends if item.key[:at] in steps), "")
+        found.setdefault(base, []).append(item)
+    return found
+
+
+def _foreign_count(found: Sequence[Garbage]) -> int:
+    return sum(item.kind == "foreign" for item in found)
+
+
 def _is_temp(item: Leftover) -> bool:
     return item.key.rpartition("/")[2] == item.id
 
@@ -241,11 +278,11 @@ def _leftover(item: Leftover, tier: MonitoredTier, mine: bool, older_than_s: flo
 
 def as_finding(item: Garbage) -> Finding:
     """For fsck, which leaves all of it to gc."""
-    kind = {"foreign": "foreign_file", "upload": "orphan_upload", "superseded": "superseded_session"}[item.kind]
+    kind = _FINDINGS[item.kind]
     what, remedy = item.what, ""
-    if item.kind != "foreign" and item.age_s is None:
+    if item.kind in ("upload", "superseded") and item.age_s is None:
         what += "; `forebay gc` leaves it, since nobody can tell how old it is"
-    elif item.kind != "foreign":
+    elif item.kind not in ("foreign", "not_asked"):
         remedy = "`forebay gc --apply` deletes it"
         if item.age_s is not None and item.age_s < SPARED_S:
             remedy += (

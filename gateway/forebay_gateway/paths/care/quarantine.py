@@ -105,14 +105,16 @@ class Quarantine:
                 return entry
         raise NotFound(f"nothing in quarantine has the id {id_!r}; `forebay quarantine ls` lists them")
 
-    async def release(self, id_: str, force: bool) -> Quarantined:
-        """Drop the bad bytes. Raises NotFound; InvalidArgument where no good copy is known, unless `force`."""
+    async def release(self, id_: str, force: bool, *, dry_run: bool = False) -> Quarantined:
+        """Drop the bad bytes, or say which. Raises NotFound; InvalidArgument where no good copy is known, unless `force`."""
         entry = self.show(id_)
         if not entry.good and not force:
             raise InvalidArgument(
                 f"no good copy of shard {entry.name!r} is known, so what is left of it would go; release it with --force to do "
                 "it all the same"
             )
+        if dry_run:
+            return entry
         key, tier = parse_id(id_)
         act = self._release_copy(key, tier, entry.path) if tier else self._release_file(key, lost=not entry.good)
         await uncut(act, stay=True)

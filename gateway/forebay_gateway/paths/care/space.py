@@ -32,8 +32,8 @@ class Space:
     def __init__(self, node: Node, finder: Finder, reads: ReadPath, evictor: Evictor) -> None:
         self._node, self._finder, self._reads, self._evictor = node, finder, reads, evictor
 
-    async def evict(self, run: str, step: int) -> Moved:
-        """All of the checkpoint that its required tiers hold. Raises NotFound, InvalidArgument for a pinned one."""
+    async def evict(self, run: str, step: int, *, dry_run: bool = False) -> Moved:
+        """All of the checkpoint that its required tiers hold, or what that is. Raises NotFound, InvalidArgument if pinned."""
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(run, step)
             sessions = [] if row is None or row.deleting else sessions_of(txn, row)
@@ -43,12 +43,12 @@ class Space:
             raise InvalidArgument("the checkpoint is pinned; unpin it first", run=run, step=step)
         shards = size = 0
         for session in sessions:
-            count, freed = await self._evictor.evict_session(session.id)
+            count, freed = await self._evictor.evict_session(session.id, dry_run=dry_run)
             shards, size = shards + count, size + freed
         left = [row for session in sessions for row in await all_shards(self._node, session.id) if row.disk_size]
         dirty = sum(row.visible_count for row in left if row.state is ShardState.SEALED)
         bad = sum(row.visible_count for row in left if row.state is ShardState.QUARANTINED)
-        count = sum(row.visible_count for row in left)
+        count = sum(row.visible_count for row in left) - shards * dry_run
         reasons = [f"{dirty} not yet on every required tier"] * bool(dirty) + [f"{bad} in quarantine"] * bool(bad)
         if count > dirty + bad:
             reasons.append(f"{count - dirty - bad} being read")

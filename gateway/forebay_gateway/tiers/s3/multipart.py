@@ -54,9 +54,11 @@ def full_object_crc(answer: dict[str, Any]) -> int | None:
 
 def check_echo(tier: str, key: str, sent: str | None, answer: dict[str, Any]) -> None:
     """Raise Corrupt where the store says that it received bytes of another checksum than the one sent with them."""
-    received = answer.get("ChecksumCRC32C")
-    if sent is not None and received not in (None, "", sent):
-        raise Corrupt("the object store received other bytes than were sent", tier=tier, key=key, sent=sent, received=received)
+    echoed_crc = answer.get("ChecksumCRC32C")
+    if sent is not None and echoed_crc not in (None, "", sent):
+        raise Corrupt(
+            "the object store received other bytes than were sent", tier=tier, key=key, sent=sent, received=echoed_crc
+        )
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class S3Tier(Tier):
     """Keys lie below the configured prefix. `tag` is the ETag."""
 
     kind: ClassVar[str] = "s3"
+    lists_uploads_at_once: ClassVar[bool] = True
 
     def __init__(self, name: str, settings: S3Settings, *, clock: Clock | None = None, owner: str = "") -> None:
         super().__init__(name)
@@ -243,16 +244,18 @@ class S3Tier(Tier):
             await super().delete_many(left)
 
     async def _delete_together(self, keys: Sequence[str]) -> Sequence[str]:
-        """One request; the keys that are to be deleted one by one, which says what is wrong with each."""
+        """One request; the keys that its answer does not call deleted, to be deleted one by one, which says what is wrong."""
         by_name = {self.client.object_key(key): key for key in keys}
-        wanted = {"Objects": [{"Key": name} for name in by_name], "Quiet": True}
+        wanted = {"Objects": [{"Key": name} for name in by_name], "Quiet": False}
         try:
             answer = await self.client.call("delete_objects", Delete=wanted)
         except (Unsupported, InvalidArgument, PermissionDenied) as error:  # some stores do not have it, or not for these rights
             log.info("objects are deleted one by one tier=%s reason=%s", self.name, error)
             self._deletes_many = False
             return keys
-        return [by_name[each["Key"]] for each in answer.get("Errors", ()) if each.get("Key") in by_name]
+        # A quiet answer is one without errors, and so is an empty one: what is gone is taken from names alone.
+        gone = {each.get("Key") for each in answer.get("Deleted", ())} - {each.get("Key") for each in answer.get("Errors", ())}
+        return [key for name, key in by_name.items() if name not in gone]
 
     async def list(self, prefix: str) -> Listing:
         start = self.client.object_prefix(directory_of(prefix))

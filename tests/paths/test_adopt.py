@@ -1,0 +1,43 @@
+"""A sealed file that a crash left where its row says "evicted": taken in where it is the row's own, else gone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forebay_gateway.cache.layout import FoundFile
+from forebay_gateway.core.states import ShardState
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.recover import adopt_or_drop
+from paths.kit import client_of, serving, tier, until
+
+
+@pytest.mark.expected_logs("dropped a file that no acknowledgement covers")
+async def test_a_fetch_that_was_not_recorded(tmp_path: Path) -> None:
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1, session="s") as part:
+            for name in "ab":
+                await part.put(name, name.encode() * 100_000)
+            await part.commit()
+        await client.wait("run", 1, "pfs", timeout=30)
+        node = gateway.node
+
+        def rows() -> dict[str, ShardState]:
+            with node.catalog.read() as txn:
+                return {row.name: row.state for row in txn.all_shards()}
+
+        with node.catalog.read() as txn:
+            keys = {row.name: row.key for row in txn.all_shards()}
+        await until(lambda: set(rows().values()) == {ShardState.EVICTABLE})
+        paths = {name: node.cache.shard_path(key) for name, key in keys.items()}
+        for path in paths.values():
+            shutil.copy(path, path.with_suffix(".kept"))
+        await Evictor(node).evict_session(keys["a"].session_id)
+        for source, taken in (("b", False), ("a", True)):  # the other one's bytes, sound in themselves, and its own
+            paths["a"].parent.mkdir(exist_ok=True)
+            shutil.copy(paths[source].with_suffix(".kept"), paths["a"])
+            await adopt_or_drop(node, FoundFile("shard", paths["a"], paths["a"].stat().st_size, *keys["a"]))
+            assert paths["a"].exists() is taken
+            assert rows() == {"a": ShardState.EVICTABLE if taken else ShardState.EVICTED, "b": ShardState.EVICTED}
+        reader = await client.open("run", 1)
+        assert await reader.read("a") == b"a" * 100_000
