@@ -303,6 +303,7 @@ class PosixTier(Tier):
             raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
         finally:
             temp.unlink(missing_ok=True)
+        failpoints.hit("posix.document_placed")
         durable.sync_dir(path.parent)
         return info
 
@@ -376,6 +377,7 @@ class PosixTier(Tier):
             os.replace(temp, path)
         finally:
             temp.unlink(missing_ok=True)
+        failpoints.hit("posix.document_replaced")
         durable.sync_dir(path.parent)
         return info
 
@@ -423,6 +425,7 @@ class PosixTier(Tier):
         except FileNotFoundError:
             durable.sync_dir(path.parent)  # perhaps an earlier try unlinked it, and this is what failed
             raise
+        failpoints.hit("posix.unlinked")
         directory = path.parent
         durable.sync_dir(directory)
         with contextlib.suppress(OSError):  # ENOTEMPTY, or another's rmdir came first
@@ -465,6 +468,7 @@ class PosixTier(Tier):
                 os.replace(temp, path)
             finally:
                 temp.unlink(missing_ok=True)
+        failpoints.hit("posix.pointed")
         durable.sync_dir(path.parent)
 
     async def settle(self, key: str) -> None:
