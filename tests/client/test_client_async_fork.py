@@ -11,7 +11,8 @@ from contextlib import aclosing
 import pytest
 
 import forebay
-from client.lanes import async_client
+from client.conftest import RealGateway
+from client.lanes import FdClient, StreamClient, async_client
 from forebay import AsyncClient, Client
 from forebay.testing import MemoryGateway
 
@@ -83,7 +84,7 @@ def test_the_twins_have_the_same_verbs() -> None:
     }
     # Of a writer, what its own package uses; of a commit, too. `run` and `step` are what the caller gave.
     known = {"shard", "run", "step", "commit_json", "check_background", "give_up", "write_to"}
-    known |= {"unseen", "tell", "over", "leave", "succeed", "fail", "reach"}
+    known |= {"unseen", "tell", "over", "leave", "succeed", "fail", "reach", "packed", "read_groups"}
     assert {name.partition(".")[2] for name in lacking} <= known, lacking
 
 
@@ -180,9 +181,14 @@ def _child(client: Client, step: int) -> None:
     os._exit(0 if client.open("r", step).read("a") == BIG else 3)
 
 
+# A gateway in this very process would fork with its client: gRPC cannot reset itself in a child while a server's thread is
+# inside it. A trainer has none.
+
+
+@pytest.mark.parametrize("kind", [StreamClient, FdClient])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_has_a_channel_of_its_own(gateway, client_class, method: str) -> None:
-    with client_class(gateway.address) as client:
+def test_a_child_process_has_a_channel_of_its_own(real: RealGateway, kind: type[Client], method: str) -> None:
+    with kind(real.address) as client:
         with client.checkpoint("r", 1) as ckpt:
             ckpt.put("a", BIG)
             context = multiprocessing.get_context(method)
@@ -198,8 +204,8 @@ def test_a_child_process_has_a_channel_of_its_own(gateway, client_class, method:
         assert client.open("r", 1).read("b") == b"the parent goes on"
 
 
-def test_a_child_that_leaves_the_block_of_its_parent_aborts_nothing(memory: MemoryGateway) -> None:
-    with Client(memory.address) as client, client.checkpoint("r", 1) as ckpt:
+def test_a_child_that_leaves_the_block_of_its_parent_aborts_nothing(real: RealGateway) -> None:
+    with Client(real.address) as client, client.checkpoint("r", 1) as ckpt:
         ckpt.put("a", BIG)
         pid = os.fork()
         if pid == 0:
@@ -208,13 +214,12 @@ def test_a_child_that_leaves_the_block_of_its_parent_aborts_nothing(memory: Memo
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert "AbortPart" not in memory.calls
-        ckpt.commit()
+        ckpt.commit()  # refused where the part lacks what was put
         assert client.open("r", 1).read("a") == BIG
 
 
-def test_a_child_that_exits_normally_does_not_disturb_its_parent(memory: MemoryGateway) -> None:
-    with Client(memory.address) as client:
+def test_a_child_that_exits_normally_does_not_disturb_its_parent(real: RealGateway) -> None:
+    with Client(real.address) as client:
         assert client.runs() == []
         before = client._connection.stubs()
         for _ in range(3):
@@ -231,14 +236,14 @@ def test_a_child_that_exits_normally_does_not_disturb_its_parent(memory: MemoryG
 
 
 @pytest.mark.parametrize("what", ["stream", "read_many"])
-def test_a_stream_that_a_child_goes_on_with_is_begun_anew_there(memory: MemoryGateway, what: str) -> None:
+def test_a_stream_that_a_child_goes_on_with_is_begun_anew_there(real: RealGateway, what: str) -> None:
     shards = {f"{n:02}": os.urandom(100_000) for n in range(30)}
-    with Client(memory.address, progress=False) as client:
+    with Client(real.address, progress=False) as client:
         with client.checkpoint("r", 1) as ckpt:
             ckpt.put_many(shards)
             ckpt.put("a", BIG)
             ckpt.commit()
-        reader = client.open("r", 1)
+        reader = client.open("r", 1, lane="stream")
 
         def rest(items: Iterator[memoryview] | Iterator[tuple[str, bytes]]) -> bool:
             return b"".join(items) == BIG[first:] if what == "stream" else dict(items).items() >= left.items()  # type: ignore[arg-type]

@@ -124,3 +124,40 @@ def test_owner_that_slept_too_long_lets_the_lock_be(tmp_path: Path) -> None:
     assert not lock.is_safe(clock)
     lock.release(clock)
     assert lock.path.exists(), "it may be another's by now"
+
+
+async def test_a_kill_in_the_probe_costs_the_next_one_no_waiting(root: Path) -> None:
+    """The lock that it held lives for an hour, and the file that was to become one has no other owner."""
+    first = PosixTier("pfs", root, owner="node-a", lock_ttl_s=3600.0)
+    await first.probe()
+    directory = root / ".forebay" / "probe" / "node-a"
+    directory.mkdir(parents=True, exist_ok=True)
+    owner = {"owner": "killed:1", "token": "0123456789abcdef", "ttl_s": 3600.0, "expires": 0}
+    _plant_lock(directory / "document", age_s=0, body=json.dumps(owner).encode())
+    assert (await first.probe()).conditional_replace
+    assert not directory.exists()
+    await first.close()
+
+
+async def test_what_a_kill_left_of_a_lock_s_making_is_swept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = PosixTier("pfs", root, owner="node-a")
+    await tier.probe()
+    info = await tier.put_small("d/doc", b"1")
+
+    class Killed(BaseException):
+        """No code runs after it."""
+
+    def link(source: Path, target: Path) -> None:
+        raise Killed
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        """Neither does this."""
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "link", link)
+        patch.setattr(Path, "unlink", unlink)
+        await tier.put_small("d/doc", b"2", if_match=info.tag)
+    assert len(list((root / "d").iterdir())) == 2
+    await tier.sweep("d/doc")
+    assert [path.name for path in (root / "d").iterdir()] == ["doc"]
+    await tier.close()

@@ -7,7 +7,6 @@ started is unmounted and ended by close(), also after a failure.
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 import pytest
@@ -93,15 +91,6 @@ def need(tool: str) -> str:
     if found is None:
         pytest.skip(f"needs {tool}")
     return found
-
-
-def report(name: str, **figures: Any) -> None:
-    """Figures of one test, as JSON in the folder FOREBAY_RESULTS where that is set."""
-    print(f"{name}: {json.dumps(figures, sort_keys=True)}")
-    folder = os.environ.get("FOREBAY_RESULTS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.json").write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
 
 
 class Mounted:

@@ -9,16 +9,16 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay import Checkpoint, Client, ForebayError, NotFound
+from forebay import Checkpoint, Client, Corrupt, ForebayError, Incomplete, NotFound
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.catalog import Catalog, ReadTxn, WriteTxn
-from forebay_gateway.core.layout import manifest_key, step_dir
+from forebay_gateway.core.layout import manifest_key, part_key, shard_key, step_dir
 from forebay_gateway.core.records import ShardKey
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import Manifest
@@ -28,6 +28,7 @@ TIERS = ("pfs", "object")
 RUN = "team/run"
 LARGE, MIDDLE, SMALL = (6 << 20) + 4097, (2 << 20) + 1, 5000  # on S3: two parts, one request, one request
 TEMP = ".forebay-tmp-"
+SESSION = "job-1"
 
 
 def content(seed: object, size: int) -> bytes:
@@ -53,11 +54,39 @@ class Log:
     attempted: set[int] = field(default_factory=set)
     promised: set[int] = field(default_factory=set)
     deleting: set[int] = field(default_factory=set)
+    compared: set[tuple[int, str]] = field(default_factory=set)  # (step, name), read back and equal
+    lost: set[tuple[int, str]] = field(default_factory=set)  # acknowledged, not deleted, and not there or not equal
+    aborts: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def shards(self, step: int) -> dict[str, tuple[int, int]]:
         with self.lock:
             return {name: known for (each, name), known in self.acknowledged.items() if each == step}
+
+    def give_up(self, step: int) -> None:
+        """The job aborted it: nothing that was acknowledged of it is to be there."""
+        with self.lock:
+            self.aborts += 1
+            for known in [known for known in self.acknowledged if known[0] == step]:
+                del self.acknowledged[known]
+
+    def miss(self, step: int, names: Iterable[str]) -> None:
+        """What a look did not find as it was acknowledged; of a step that is being deleted nobody misses anything."""
+        with self.lock:
+            self.lost |= {(step, name) for name in names} if step not in self.deleting else set()
+
+    def bytes_of(self, shards: Iterable[tuple[int, str]]) -> int:
+        with self.lock:
+            return sum(self.acknowledged[each][0] for each in shards if each in self.acknowledged)
+
+
+@dataclass
+class Leaks:
+    """What lies somewhere and belongs to nothing, of all that was looked at."""
+
+    looked_at: int = 0
+    files: list[str] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
 
 
 class Trainer:
@@ -67,6 +96,7 @@ class Trainer:
         self.gateway = gateway
         self.tiers = tiers
         self.log = Log()
+        self.leaks = Leaks()
 
     @property
     def cache(self) -> Path:
@@ -95,7 +125,7 @@ class Trainer:
     def save(self, client: Client, step: int, sizes: dict[str, int], *batches: dict[str, int]) -> None:
         """Each shard by itself, all small ones together, further batches of small ones each for itself, then the commit. Every
         other step goes over the fd lane."""
-        with client.checkpoint(RUN, step, session="job-1", lane="auto" if step % 2 else "stream") as part:
+        with client.checkpoint(RUN, step, session=SESSION, lane="auto" if step % 2 else "stream") as part:
             for name in [name for name in sizes if sizes[name] > SMALL]:
                 self.put(part, name, sizes[name])
             self.put_many(part, {name: size for name, size in sizes.items() if size <= SMALL})
@@ -103,15 +133,60 @@ class Trainer:
                 self.put_many(part, tiny)
             self.commit(part)
 
+    def abort(self, client: Client, step: int, sizes: dict[str, int], *batches: dict[str, int]) -> None:
+        """Put shards under the names that a save of the step may use, of other lengths, and take them back: whatever of them
+        came again would be in that save's way, or among its shards."""
+
+        def given_up() -> bool:
+            with contextlib.suppress(ForebayError):  # the gateway is away; what it had taken is still to go
+                client.checkpoint(RUN, step, session=SESSION).abort()
+                return True
+            return False
+
+        part = client.checkpoint(RUN, step, session=SESSION, lane="auto" if step % 2 else "stream")
+        for name in [name for name in sizes if sizes[name] > SMALL]:
+            self.put(part, name, sizes[name] + 1)
+        for tiny in ({name: size for name, size in sizes.items() if size <= SMALL}, *batches):
+            self.put_many(part, {name: size + 1 for name, size in tiny.items()})
+        with contextlib.suppress(ForebayError):
+            part.abort()
+        until(given_up, f"step {step} is aborted", 60.0, 0.2)
+        self.log.give_up(step)
+
     def compare(self, client: Client, step: int, source: str = "auto") -> None:
-        """Every acknowledged shard, every byte; and nothing else is in the checkpoint."""
-        reader = client.open(RUN, step, source=source)
+        """Every acknowledged shard, every byte; and nothing else is in the checkpoint. Counts what is, and what is not."""
         known = self.log.shards(step)
-        assert set(reader.names()) == set(known)
-        for name, (size, crc) in known.items():
-            data = reader.read(name)
-            assert (len(data), crc32c(data)) == (size, crc), (step, name, source)
-            assert data == content((step, name), size)
+        looked_for = set(known)
+        try:
+            reader = client.open(RUN, step, source=source)
+            looked_for = set(known) - (names := set(reader.names()))
+            self.log.miss(step, looked_for)
+            assert names == set(known)
+            for name, (size, crc) in known.items():
+                looked_for = {name}
+                data = reader.read(name)
+                if data != content((step, name), size):
+                    self.log.miss(step, looked_for)
+                assert (len(data), crc32c(data)) == (size, crc), (step, name, source)
+                assert data == content((step, name), size)
+                with self.log.lock:
+                    self.log.compared.add((step, name))
+        except (NotFound, Incomplete, Corrupt):
+            self.log.miss(step, looked_for)
+            raise
+
+    def figures(self) -> dict[str, int]:
+        """What was promised, what was lost of it, and what was left lying about, as far as anybody has looked."""
+        return {
+            "acknowledged_shards": len(self.log.acknowledged),
+            "acknowledged_bytes": self.log.bytes_of(list(self.log.acknowledged)),
+            "compared_bytes": self.log.bytes_of(self.log.compared),
+            "lost_bytes": self.log.bytes_of(self.log.lost),
+            "parts_aborted": self.log.aborts,
+            "files_looked_at": self.leaks.looked_at,
+            "leaked_files": len(self.leaks.files),
+            "leaked_uploads": len(self.leaks.uploads),
+        }
 
     def checkpoint(self, client: Client, step: int) -> Checkpoint | None:
         return next((found for found in listed(client) if found.step == step), None)
@@ -168,11 +243,14 @@ class Trainer:
             return cached, begun, waiting, txn.totals() == txn.recount(), txn.deleting()
 
         cached, begun, waiting, sums_hold, deleting = self.rows(look)
-        assert self.shard_files() == cached
+        found = self.shard_files()
+        left = [*(self.cache / "incoming").iterdir(), *(self.cache / "data").rglob(f"{TEMP}*")]
+        self.leaks.looked_at += len(found) + len(left)
+        self.leaks.files += [f"{self.cache}: {each}" for each in (*(found.keys() - cached.keys()), *left)]
+        assert found == cached
         assert (begun, waiting, deleting) == ([], [], [])
         assert sums_hold
-        assert list((self.cache / "incoming").iterdir()) == []
-        assert list((self.cache / "data").rglob(f"{TEMP}*")) == []
+        assert left == []
 
     def shard_files(self) -> dict[ShardKey, int]:
         """Length by session and shard number."""
@@ -220,19 +298,24 @@ class Bench(Trainer):
 
     def check_tiers(self, steps: set[int]) -> None:
         """Nothing half done, and nothing but these checkpoints' files."""
-        assert self.uploads() == []
-        assert [str(path) for path in self.pfs.rglob(f"{TEMP}*")] == []
-        assert [str(path) for path in self.pfs.glob(".forebay/probe/*")] == []
+        uploads = self.uploads()
+        self.leaks.uploads += uploads
+        left = {str(path) for path in (*self.pfs.rglob(f"{TEMP}*"), *self.pfs.glob(".forebay/probe/*"))}
+        wanted = set().union(*(self._files_of(step) for step in steps))
         for names in (self.files_on_pfs(), self.objects()):
-            shards = {name for name in names if not name.startswith(".forebay/")}
-            assert len({name for name in shards if name.endswith("/manifest.json")}) == len(steps)
-            for step in steps:
-                mine = {name for name in shards if name.startswith(f"{step_dir(RUN, step)}/")}
-                manifest = Manifest.from_json((self.pfs / manifest_key(RUN, step)).read_bytes())
-                assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
-                assert len(mine) == len(list(manifest.files())) + 2, mine  # and a part record, and the manifest
-                shards -= mine
-            assert shards == set()
+            there = {name for name in names if not name.startswith(".forebay/")}
+            assert wanted <= there, wanted - there
+            left |= there - wanted
+            self.leaks.looked_at += len(there)
+        self.leaks.files += sorted(left)
+        assert (uploads, left) == ([], set())
+
+    def _files_of(self, step: int) -> set[str]:
+        """Keys of the checkpoint's shards and documents, by its manifest, which must name what was acknowledged."""
+        manifest = Manifest.from_json((self.pfs / manifest_key(RUN, step)).read_bytes())
+        assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
+        shards = {shard_key(RUN, step, SESSION, file.name) for _, file, _ in manifest.files()}
+        return shards | {part_key(RUN, step, SESSION, 0), manifest_key(RUN, step)}
 
     def steps_on_tiers(self) -> set[str]:
         names = self.files_on_pfs() | self.objects()

@@ -46,6 +46,10 @@ class Load:
                 sizes = {f"shard-{n}": rng.choice(SIZES) for n in range(rng.randint(1, 4))}
                 if rng.random() < 0.3:
                     sizes |= {f"tiny/{n:02}": rng.randint(0, 3000) for n in range(70)}
+                if rng.random() < 0.3:
+                    self._bench.abort(client, step, sizes)
+                    if rng.random() < 0.3:
+                        continue  # and nothing of it is ever to be seen
                 self._bench.save(client, step, sizes)
                 mine.append(step)
                 self._bench.compare(client, rng.choice(mine))

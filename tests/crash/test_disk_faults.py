@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from crash.disks import DiskBench, Faults, report
+from crash.disks import DiskBench, Faults
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, TEMP, until
 from forebay import AlreadyExists, CacheFull, CheckpointWriter, Client, ForebayError, Unavailable
+from soak.figures import reported
 
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 SIZES = {"large": LARGE, "middle": MIDDLE, "empty": 0}
@@ -79,6 +80,9 @@ class Tally:
     refused: int = 0
     ended: int = 0
 
+    def figures(self) -> dict[str, int]:
+        return {"tried": self.runs, "faults": self.faults, "refused": self.refused, "gateways_ended": self.ended}
+
 
 @pytest.mark.timeout(60 + 30 * 18)
 @pytest.mark.parametrize("group", GROUPS)
@@ -88,26 +92,18 @@ def test_a_failing_call_is_told_and_loses_nothing(tmp_path: Path, stack: ExitSta
     stack.callback(bench.gateway.close)
     bench.gateway.start()
     tally = Tally()
-    for step, (call, error, place) in enumerate(runs, start=1):
-        print(f"step {step}: {call} at {where} fails with {error} at call {place}")
-        before = tally.faults
-        run_once(bench, tmp_path, step, where, call, error, place, tally)
-        assert tally.faults > before or SOAK, f"{call} was never made"
-    steps = set(range(1, tally.runs + 1))
-    bench.check_settled(steps)
-    bench.gateway.start()
-    with bench.client() as client:
-        for step in steps:
-            bench.compare(client, step)
-    report(
-        f"disk-faults-{group.replace(',', '-')}",
-        runs=tally.runs,
-        faults=tally.faults,
-        refused=tally.refused,
-        gateways_ended=tally.ended,
-        acknowledged=len(bench.log.acknowledged),
-        lost=0,
-    )
+    with reported(f"disk-faults-{group.replace(',', '-')}", lambda: {**tally.figures(), **bench.figures()}):
+        for step, (call, error, place) in enumerate(runs, start=1):
+            print(f"step {step}: {call} at {where} fails with {error} at call {place}")
+            before = tally.faults
+            run_once(bench, tmp_path, step, where, call, error, place, tally)
+            assert tally.faults > before or SOAK, f"{call} was never made"
+        steps = set(range(1, tally.runs + 1))
+        bench.check_settled(steps)
+        bench.gateway.start()
+        with bench.client() as client:
+            for step in steps:
+                bench.compare(client, step)
 
 
 def ends_soon(bench: DiskBench) -> bool:
@@ -208,9 +204,7 @@ def give_up(bench: DiskBench, step: int) -> None:
     """The job aborts it. A commit that was made although its answer was an error cannot be aborted any more."""
     with bench.client() as client, contextlib.suppress(AlreadyExists):
         client.checkpoint(RUN, step, session="job-1").abort()
-        with bench.log.lock:
-            for known in [known for known in bench.log.acknowledged if known[0] == step]:
-                del bench.log.acknowledged[known]
+        bench.log.give_up(step)
 
 
 @pytest.mark.parametrize("calls", ["fsync", "fsync,unlink"], ids=["the commit fails", "and its file cannot be removed"])

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from crash.disks import MIB, DiskBench, Faults, Filler, LoopDisk, Mounted, need, report, run
+from crash.disks import MIB, DiskBench, Faults, Filler, LoopDisk, Mounted, need, run
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, until
 from forebay import CacheFull, Client, Unavailable
+from soak.figures import reported
 
 SHOWN_WITHIN_S = 5.0
 
@@ -169,6 +170,7 @@ def test_writes_that_fail_below_the_file_system(tmp_path: Path, stack: ExitStack
     bench = bench_on(stack, tmp_path, disk, cache_keys='direct_io = "off"')
     sizes = {"a": LARGE, "b": MIDDLE, "c": SMALL}
     filler = Filler(store)
+    figures = stack.enter_context(reported("disk-writeback", bench.figures))
     with bench.client(retry_s=0.0, admit_s=0.0) as client:
         client.hold()
         bench.save(client, 1, sizes)
@@ -186,6 +188,7 @@ def test_writes_that_fail_below_the_file_system(tmp_path: Path, stack: ExitStack
                 except (CacheFull, Unavailable) as error:
                     errors.append(error)
         failed = watched.check_no_second_fsync()
+        figures |= {"refused": len(errors), "syncs_failed": failed}
         assert errors and failed, "nothing failed below the file system"
         assert bench.gateway.process is not None and bench.gateway.process.poll() is None, bench.gateway.tail()
         filler.go()
@@ -206,7 +209,6 @@ def test_writes_that_fail_below_the_file_system(tmp_path: Path, stack: ExitStack
             bench.compare(client, step)
         client.release()
     bench.check_settled({1, 2})
-    report("disk-writeback", refused=len(errors), syncs_failed=failed, acknowledged=len(bench.log.acknowledged), lost=0)
 
 
 def keep_backed(disk: LoopDisk, file: Path) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crash.disks import DiskBench, Faults, report
+from crash.disks import DiskBench, Faults
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, content, until
 from forebay import Client
+from soak.figures import reported
 
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 SIZES = {"large": LARGE, "middle": MIDDLE, "small": SMALL, "empty": 0}
@@ -52,10 +53,9 @@ def bench(tmp_path: Path) -> Iterator[DiskBench]:
 
 @pytest.mark.timeout(90 + 20 * len(RUNS))
 def test_a_drain_whose_calls_fail_ends_when_they_do_not(bench: DiskBench, tmp_path: Path) -> None:
-    with bench.client() as client:
+    with reported("mover-faults", bench.figures, tried=0, faults=0) as figures, bench.client() as client:
         bench.save(client, 0, SIZES)
         client.wait(RUN, 0, "pfs", timeout=60)  # the movers run from here on
-        struck = 0
         for step, (where, call, error, when) in enumerate(RUNS, start=1):
             print(f"step {step}: {call} at the {where} fails with {error} at call {when}")
             client.hold("")
@@ -65,11 +65,11 @@ def test_a_drain_whose_calls_fail_ends_when_they_do_not(bench: DiskBench, tmp_pa
                 client.release("")
                 until(lambda: faults.injected or (SOAK and verified(client, step)), f"{call} fails", WITHIN_S)  # noqa: B023
                 check_verified(bench, client, step)
-            struck += faults.injected
+            figures["tried"] += 1
+            figures["faults"] += faults.injected
             client.wait(RUN, step, "pfs", timeout=90)
             check_verified(bench, client, step, whole=True)
-    bench.check_settled(set(range(len(RUNS) + 1)))
-    report("mover-faults", runs=len(RUNS), faults=struck, lost=0)
+        bench.check_settled(set(range(len(RUNS) + 1)))
 
 
 def mover_of(bench: DiskBench) -> int:

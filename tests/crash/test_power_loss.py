@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from crash.disks import MIB, DiskBench, LoopDisk, NoSync, report, run
+from crash.disks import MIB, DiskBench, LoopDisk, NoSync, run
 from crash.kit import LARGE, MIDDLE, RUN, SMALL
 from crash.load import Load
 from forebay import Corrupt, ForebayError, Incomplete
+from soak.figures import reported
 from soak.form import some
 
 ROUNDS = max(2, int(os.environ.get("FOREBAY_CRASH_ROUNDS", "0")) // 10)  # of each variant; a round takes long
@@ -54,10 +55,9 @@ def cut_power(bench: DiskBench, disk: LoopDisk, rng: random.Random) -> None:
     disk.mount()
 
 
-def check_promises(bench: DiskBench) -> int:
-    """Every shard of every promised checkpoint, every byte; how many shards."""
+def check_promises(bench: DiskBench) -> None:
+    """Every shard of every promised checkpoint, every byte."""
     bench.check_visible()
-    shards = 0
     with bench.client() as client:
         for step in sorted(bench.log.promised):
             try:
@@ -65,9 +65,6 @@ def check_promises(bench: DiskBench) -> int:
             except ForebayError:
                 if step not in bench.log.deleting:
                     raise
-            else:
-                shards += len(bench.log.shards(step))
-    return shards
 
 
 @pytest.mark.timeout(120 + 40 * ROUNDS)
@@ -81,17 +78,15 @@ def test_power_loss_under_load(tmp_path: Path, stack: ExitStack, variant: str) -
     bench = bench_on(stack, tmp_path, disk, same_disk, direct_io, soft=0.2)
     bench.gateway.start()
     load = Load(bench, rng)
-    compared = 0
-    for _ in range(ROUNDS):
-        time.sleep(rng.uniform(0.2, 3.0))
-        cut_power(bench, disk, rng)
-        load.check_alive()
-        bench.gateway.start()
-        compared += check_promises(bench)
-    steps = load.finish()
-    bench.check_settled(steps)
-    acknowledged = len(bench.log.acknowledged)
-    report(f"power-loss-{variant}", rounds=ROUNDS, acknowledged=acknowledged, compared=compared, lost=0, seed=seed)
+    with reported(f"power-loss-{variant}", bench.figures, seed=seed, crash_rounds=0) as figures:
+        for _ in range(ROUNDS):
+            time.sleep(rng.uniform(0.2, 3.0))
+            cut_power(bench, disk, rng)
+            load.check_alive()
+            bench.gateway.start()
+            check_promises(bench)
+            figures["crash_rounds"] += 1
+        bench.check_settled(load.finish())
 
 
 DROPPED = {

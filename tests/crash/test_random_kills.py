@@ -15,6 +15,7 @@ import pytest
 
 from crash.kit import Bench
 from crash.load import Load
+from soak.figures import reported
 
 ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "4"))
 
@@ -27,15 +28,17 @@ def test_random_kills_under_load(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(soft=0.2, capacity="64MiB")
     bench.gateway.start()
     load = Load(bench, rng)
-    for _ in range(ROUNDS):
-        time.sleep(rng.uniform(0.2, 4.0))
-        if rng.random() < 0.3:
-            kill_a_mover(bench, rng)
-            time.sleep(rng.uniform(0.0, 0.5))
-        bench.gateway.kill()
-        load.check_alive()
-        bench.gateway.start()
-    bench.check_settled(load.finish())
+    with reported("random-kills", bench.figures, seed=seed, crash_rounds=0) as figures:
+        for _ in range(ROUNDS):
+            time.sleep(rng.uniform(0.2, 4.0))
+            if rng.random() < 0.3:
+                kill_a_mover(bench, rng)
+                time.sleep(rng.uniform(0.0, 0.5))
+            bench.gateway.kill()
+            load.check_alive()
+            bench.gateway.start()
+            figures["crash_rounds"] += 1
+        bench.check_settled(load.finish())
 
 
 def kill_a_mover(bench: Bench, rng: random.Random) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from crash.disks import DiskBench, need, report, start_with_faults
+from crash.disks import DiskBench, need, start_with_faults
 from crash.kit import MIDDLE, RUN, SMALL
+from soak.figures import reported
 
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 FOOTERS = "pread64,preadv,preadv2"
@@ -58,7 +59,7 @@ def test_a_start_on_a_failing_disk_drops_nothing(tmp_path: Path) -> None:
         shutil.rmtree(bench.cache / "catalog")  # so that every file is one that the catalog does not know
         untouched = tmp_path / "untouched"
         shutil.copytree(bench.cache, untouched)
-        refused = injected = 0
+        figures = stack.enter_context(reported("start-faults", bench.figures, tried=0, faults=0, refused=0))
         for where, call, error, when in EVERY if SOAK else FEW:
             shutil.rmtree(bench.cache)
             shutil.copytree(untouched, bench.cache)
@@ -66,10 +67,11 @@ def test_a_start_on_a_failing_disk_drops_nothing(tmp_path: Path) -> None:
             if where == "all":
                 paths = [bench.cache, *bench.cache.rglob("*"), bench.cache / "catalog", bench.cache / "catalog" / "data.mdb"]
             output = start_with_faults(bench.gateway, call, error, when, paths, tmp_path)
-            refused += not started(bench)
+            figures["tried"] += 1
+            figures["refused"] += not started(bench)
             struck = output.read_text(errors="replace").count("(INJECTED)")
             assert struck or SOAK, f"{call} was never made on {where}"
-            injected += struck
+            figures["faults"] += struck
             if bench.gateway.process is not None:
                 bench.gateway.kill()
             bench.gateway.start()
@@ -79,8 +81,7 @@ def test_a_start_on_a_failing_disk_drops_nothing(tmp_path: Path) -> None:
             names = sorted(path.name for path in (bench.cache / "data").glob("*/*.shard"))
             assert names == sorted(path.name for path in (untouched / "data").glob("*/*.shard")), (where, call, error, when)
             bench.gateway.kill()
-        assert injected and refused
-        report("start-faults", runs=len(EVERY if SOAK else FEW), faults=injected, refused=refused, lost=0)
+        assert figures["faults"] and figures["refused"]
 
 
 def started(bench: DiskBench) -> bool:

@@ -14,6 +14,7 @@ from forebay_gateway.cache.footer import BLOCK, align
 from forebay_gateway.core.layout import manifest_key, part_key
 from integration.conftest import Bucket
 from integration.kit import CHUNK, Cluster, Job, cache_file_of, eventually, flip_byte
+from soak.figures import reported
 
 Pair = Cluster[Bucket]
 NAME = "rank0/model.bin"
@@ -24,6 +25,27 @@ CACHE_PLACES = {
     "footer's checksum": lambda size: align(size) + BLOCK - 2,
     "chunk table": lambda size: align(size) + BLOCK + 9,
 }
+
+
+class Flips:
+    """Of all tests here: bits that were flipped, and those that somebody told of."""
+
+    made = found = 0
+
+    @classmethod
+    def figures(cls) -> dict[str, Any]:
+        return {"flips_made": cls.made, "flips_found": cls.found}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def figures() -> Iterator[None]:
+    with reported("care-flips", Flips.figures):
+        yield
+
+
+def flip(path: Path, offset: int) -> None:
+    flip_byte(path, offset)
+    Flips.made += 1
 
 
 @pytest.fixture
@@ -79,7 +101,7 @@ def read_back(pair: Pair, tier: str) -> Any:
 
 def flip_in_cache(pair: Pair, job: Job, place: str) -> None:
     data = job.shards(0)[NAME]
-    flip_byte(cache_file_of(pair.a, data), CACHE_PLACES[place](len(data)))
+    flip(cache_file_of(pair.a, data), CACHE_PLACES[place](len(data)))
 
 
 def by_verify(pair: Pair, job: Job) -> None:
@@ -103,6 +125,7 @@ def by_fsck(pair: Pair, job: Job) -> None:
 def test_a_bit_in_a_cache_file(pair: Pair, saved: Job, tmp_path: Path, place: str, find: Callable[[Pair, Job], None]) -> None:
     flip_in_cache(pair, saved, place)
     find(pair, saved)
+    Flips.found += 1
     (done,) = repair(pair, saved, deep=find is by_fsck)
     assert (done.where, done.outcome) == ("cache", "repaired")
     assert verdicts(pair, saved) == {}
@@ -111,13 +134,14 @@ def test_a_bit_in_a_cache_file(pair: Pair, saved: Job, tmp_path: Path, place: st
 
 
 def damage_pfs(pair: Pair, key: str, offset: int) -> None:
-    flip_byte(pair.root / key, offset)
+    flip(pair.root / key, offset)
 
 
 def damage_object(pair: Pair, key: str, offset: int) -> None:
     data = bytearray(pair.bucket.get(key))
     data[offset] ^= 1
     pair.bucket.put(key, bytes(data))
+    Flips.made += 1
 
 
 TIERS = {"pfs": damage_pfs, "object": damage_object}
@@ -137,6 +161,7 @@ def test_a_bit_in_a_shard_on_a_tier(pair: Pair, saved: Job, tmp_path: Path, tier
     else:
         (found,) = fsck(pair, saved, deep=True)
         assert (found.kind, found.where, found.remedy) == ("copy_damaged", tier, "put it again from the cache")
+    Flips.found += 1
     (done,) = repair(pair, saved, deep=how == "fsck")
     assert (done.where, done.outcome) == (tier, "repaired")
     eventually(lambda: saved.copies(pair.a)[NAME][tier], lambda state: state == "verified")
@@ -149,6 +174,7 @@ def test_a_bad_copy_whose_cache_file_is_gone_comes_by_way_of_the_other_tier(pair
     pair.a.cli("evict", saved.run, "7", "--yes")
     TIERS[tier](pair, saved.key(NAME), 3)
     assert verdicts(pair, saved, tier) == {(NAME, tier): "bad"}
+    Flips.found += 1
     (done,) = repair(pair, saved)
     assert done.outcome == "repaired", done
     eventually(lambda: saved.copies(pair.a)[NAME][tier], lambda state: state == "verified")
@@ -174,6 +200,7 @@ def test_a_document_on_a_tier(pair: Pair, saved: Job, tier: str, document: str, 
     assert verdicts(pair, saved, tier) == {(key.rpartition("/")[2], tier): "bad"}
     (found,) = fsck(pair, saved)
     assert (found.kind, found.where, found.path) == (document, tier, key)
+    Flips.found += how == "flipped"
     (done,) = repair(pair, saved)
     assert done.outcome == "repaired"
     after = (pair.root / key).read_bytes() if tier == "pfs" else pair.bucket.get(key)
@@ -185,9 +212,10 @@ def test_a_document_on_a_tier(pair: Pair, saved: Job, tier: str, document: str, 
 def test_a_part_file_in_the_cache(pair: Pair, saved: Job, how: str) -> None:
     (path,) = [path for path in pair.a.cache.glob("data/*/part-0-*.json") if json.loads(path.read_bytes())["run"] == saved.run]
     before = path.read_bytes()
-    flip_byte(path, len(before) // 2) if how == "flipped" else path.unlink()
+    flip(path, len(before) // 2) if how == "flipped" else path.unlink()
     (found,) = fsck(pair, saved)
     assert found.kind == "part_file"
+    Flips.found += how == "flipped"
     (done,) = repair(pair, saved)
     assert done.outcome == "repaired"
     assert path.read_bytes() == before
@@ -209,7 +237,9 @@ def test_no_good_copy_is_left_and_everybody_says_so(pair: Pair, saved: Job) -> N
     flip_in_cache(pair, saved, "data")
     for tier, damage in TIERS.items():
         damage(pair, saved.key(NAME), 9 * CHUNK if tier == "pfs" else 2 * CHUNK)
-    assert verdicts(pair, saved) == {(NAME, where): "bad" for where in ("cache", "pfs", "object")}
+    bad = verdicts(pair, saved)
+    assert bad == {(NAME, where): "bad" for where in ("cache", "pfs", "object")}
+    Flips.found += len(bad)
     done = repair(pair, saved, deep=True)
     assert {finding.where for finding in done} == {"cache", "pfs", "object"}
     assert all(finding.remedy == "" and finding.outcome == "" and "no " in finding.what for finding in done)
@@ -251,10 +281,12 @@ def test_release_where_a_good_copy_is(pair: Pair, saved: Job) -> None:
     assert "would release" in pair.a.cli("quarantine", "release", id_, "--force").stdout
     assert quarantine_ids(pair, saved) == {"cache": id_} and saved.copies(pair.a)[NAME]["cache"] == "quarantined"
     pair.a.cli("quarantine", "release", id_, "--yes")
+    Flips.found += 1
     assert saved.copies(pair.a)[NAME]["cache"] == "evicted"
     assert verdicts(pair, saved)[NAME, "cache"] == "absent"
     damage_pfs(pair, saved.key(NAME), 5)
     verdicts(pair, saved)
     pair.a.cli("quarantine", "release", quarantine_ids(pair, saved)["pfs"], "--yes")
+    Flips.found += 1
     eventually(lambda: saved.copies(pair.a)[NAME]["pfs"], lambda state: state == "verified")
     assert quarantine_ids(pair, saved) == {}

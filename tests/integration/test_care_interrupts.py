@@ -17,7 +17,8 @@ import forebay
 from forebay.demo.gateways import FOREBAY, GatewayProcess
 from integration.conftest import MakeGateway
 from integration.kit import SMALL_CHUNKS, Job, assert_refused, cache_file_of, cache_files, eventually, flip_byte
-from soak.form import some
+from soak.figures import failpoints, reported
+from soak.form import every, some
 
 NAME = "rank0/model.bin"
 ASK = f'{SMALL_CHUNKS}\nrepair = "ask"'
@@ -179,6 +180,60 @@ def test_a_killed_gateway(patient: Patient, tmp_path: Path) -> None:
     assert gateway.cli(*GC, check=False).returncode == 0
     assert gateway.cli("repair", "--apply", check=False).returncode == 0
     patient.check_well(tmp_path)
+
+
+def repair_command(gateway: GatewayProcess, job: Job) -> list[str]:
+    return ["repair", "--apply", "--deep"]
+
+
+def release_command(gateway: GatewayProcess, job: Job) -> list[str]:
+    """Of what a verify puts into quarantine."""
+    assert gateway.cli("verify", job.run, "7", check=False).returncode == 4
+    (found,) = json.loads(gateway.cli("quarantine", "ls", "--json").stdout)
+    return ["quarantine", "release", found["id"]]
+
+
+# Point between two acts of a command: what is damaged before it (last, where the cache's file goes), and the command.
+BETWEEN = {
+    "repair.file_marked": ("cache", repair_command),
+    "mend.fetched": ("cache", repair_command),
+    "repair.copy_marked": ("copy", repair_command),
+    "release.object_gone": ("copy", release_command),
+    "repair.document_written": ("manifest", repair_command),
+    "posix.document_replaced": ("manifest", repair_command),
+    "release.before_unlink": ("cache", release_command),
+}
+
+
+def test_a_kill_between_two_acts_of_a_command(make: MakeGateway, root: Path, tmp_path: Path) -> None:
+    """The gateway dies at each point; the next start serves the checkpoint bit-exact, and the same repair does the rest."""
+    gateway, job = make(cache_keys=ASK), Job(run="team/between", writers=1)
+    gateway.start()
+    job.save(gateway, 0)
+    job.wait(gateway)
+    gateway.terminate()
+    figures = reported("failpoints-care", crash_rounds=0, failpoints_passed=[], failpoints_known=failpoints())
+    with figures as counted:
+        for name, (where, command) in every([*BETWEEN.items()], 2):
+            damaged = {
+                "cache": cache_file_of(gateway, job.shards(0)[NAME]),
+                "copy": root / job.key(NAME),
+                "manifest": root / job.directory / "manifest.json",
+            }
+            flip_byte(damaged[where], 9)
+            second = "2*" if name == "posix.document_replaced" else ""  # the tier's trial at the start is the first
+            gateway.start(failpoints=f"{name}={second}kill")
+            told = gateway.cli(*command(gateway, job), check=False)
+            assert (told.returncode, gateway.wait_exit()) == (5, -9), (name, told)
+            counted["failpoints_passed"].append(name)
+            gateway.start()
+            job.assert_restores(gateway, tmp_path / name)
+            done = gateway.cli("repair", "--apply", "--deep", check=False)
+            assert done.returncode == 0, (name, done, gateway.tail(2500))
+            eventually(lambda: job.copies(gateway)[NAME]["pfs"], lambda state: state == "verified")
+            assert gateway.cli("verify", job.run, "7").returncode == 0, name
+            gateway.terminate()
+            counted["crash_rounds"] += 1
 
 
 def findings(gateway: GatewayProcess) -> Any:

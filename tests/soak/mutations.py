@@ -124,6 +124,7 @@ SYNCS = (
         """            raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
         finally:
             temp.unlink(missing_ok=True)
+        failpoints.hit("posix.document_placed")
         durable.sync_dir(path.parent)""",
         """            raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
         finally:
@@ -133,17 +134,15 @@ SYNCS = (
     Mutation(
         "posix: directory after a replacement",
         POSIX,
-        "            os.replace(temp, path)\n        finally:\n            temp.unlink(missing_ok=True)\n"
-        "        durable.sync_dir(path.parent)",
-        "            os.replace(temp, path)\n        finally:\n            temp.unlink(missing_ok=True)",
+        '        failpoints.hit("posix.document_replaced")\n        durable.sync_dir(path.parent)',
+        "",
         ACTS,
     ),
     Mutation(
         "posix: directory after a link",
         POSIX,
-        "                os.replace(temp, path)\n            finally:\n                temp.unlink(missing_ok=True)\n"
-        "        durable.sync_dir(path.parent)",
-        "                os.replace(temp, path)\n            finally:\n                temp.unlink(missing_ok=True)",
+        '        failpoints.hit("posix.pointed")\n        durable.sync_dir(path.parent)',
+        "",
         ACTS,
     ),
     Mutation("posix: directory after a deletion", POSIX, "        durable.sync_dir(directory)\n", "", ACTS),

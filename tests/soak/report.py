@@ -5,13 +5,15 @@ usage: report.py FOLDER    (the JSON documents that the suites wrote there)
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- figures:begin -->\n", "<!-- figures:end -->"
+HEAD = ["| what | figure |", "|---|---|"]
+Documents = Mapping[str, Mapping[str, Any]]
 
 
 def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -25,11 +27,46 @@ def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, str(value)
 
 
+def summary(documents: Documents) -> Iterator[tuple[str, str]]:
+    """(what, figure), summed over all documents. What nobody counted is said to be so: it is no zero."""
+
+    def total(key: str, *, held: bool = False) -> int | None:
+        known = [each for each in documents.values() if key in each and (each.get("held", True) or not held)]
+        return sum(int(each[key]) for each in known) if known else None
+
+    def named(key: str) -> set[str]:
+        return {name for each in documents.values() for name in each.get(key, ())}
+
+    def shown(value: int | None) -> str:
+        return "not counted" if value is None else f"{value:,}"
+
+    known = named("failpoints_known")
+    passed = named("failpoints_passed") & known
+    left = sorted(known - passed)
+    yield "crash rounds survived", shown(total("crash_rounds", held=True))
+    yield (
+        "failpoints covered",
+        f"{len(passed)} of {len(known)}" + (f" (not: {', '.join(left)})" if left else "") if known else "not counted",
+    )
+    yield "calls tried under a fault", shown(total("tried"))
+    yield "bytes acknowledged", shown(total("acknowledged_bytes"))
+    yield "of these read back and equal", shown(total("compared_bytes"))
+    yield "bytes lost", shown(total("lost_bytes"))
+    yield "bit flips found, of those made", f"{shown(total('flips_found'))} of {shown(total('flips_made'))}"
+    yield "files looked at for leaks", shown(total("files_looked_at"))
+    yield "leaked files", shown(total("leaked_files"))
+    yield "leaked uploads", shown(total("leaked_uploads"))
+    broken = sorted(name for name, each in documents.items() if each.get("held", True) is False or each.get("broken"))
+    yield "documents of tests that did not hold", f"{len(broken)}" + (f" ({', '.join(broken)})" if broken else "")
+
+
 def table(folder: Path) -> str:
-    """All documents of the folder as one table."""
-    lines = [f"Run of {datetime.now(UTC).date().isoformat()}.", "", "| what | figure |", "|---|---|"]
-    for path in sorted(folder.glob("*.json")):
-        lines += [f"| {what} | {figure} |" for what, figure in rows(path.stem, json.loads(path.read_text()))]
+    """The folder's documents: what they come to together, then each by itself."""
+    documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    lines = [f"Run of {datetime.now(UTC).date().isoformat()}.", "", *HEAD]
+    lines += [f"| {what} | {figure} |" for what, figure in summary(documents)]
+    lines += ["", "Each by itself:", "", *HEAD]
+    lines += [f"| {what} | {figure} |" for name, each in documents.items() for what, figure in rows(name, each)]
     return "\n".join(lines) + "\n"
 
 

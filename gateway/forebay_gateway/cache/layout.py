@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forebay_gateway.base import durable
+from forebay_gateway.base import durable, failpoints
 from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.marks import MARKS
@@ -216,12 +216,16 @@ class CacheDir:
     def unlink_many(self, paths: Iterable[Path], *directories: Path) -> None:
         """Likewise for many, each directory (`directories` too) synced once. After an error some may be left: do it again."""
         touched = set(directories)
+        gone = False
         with disk_errors("remove files", self.path):
             try:
                 for path in paths:
                     touched.add(path.parent)  # also where it is gone: an earlier try may have failed before the sync
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
+                        gone = True
+                if gone:
+                    failpoints.hit("cache.unlinked")
             finally:
                 for directory in touched:
                     with contextlib.suppress(FileNotFoundError):

@@ -165,7 +165,9 @@ class CommitPath:
             if part is not None and part.state is PartState.OPEN:
                 # What a failed commit could not remove would be taken for a commit by the next start.
                 await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
+            failpoints.hit("abort.before_catalog")
             rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer), frees=True)
+        failpoints.hit("abort.before_unlink")
         self._writes.forget(session_id, writer)
         self._node.budget.freed(sum(row.disk_size for row in rows))
         paths = [self._node.cache.shard_path(row.key) for row in rows]

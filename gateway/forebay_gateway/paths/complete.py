@@ -180,6 +180,7 @@ class Completion:
         key = part_key(session.run, session.step, session.session, part.writer)
         failpoints.hit("complete.before_part_record")
         await self._tier.tier.put_small(key, document)
+        failpoints.hit("complete.part_recorded")
         await self._node.catalog.write(lambda txn: txn.part_recorded(session.id, part.writer, self._tier.name))
         self._watch_s.pop(session.id, None)
         self._next_look_s.pop(session.id, None)
@@ -251,6 +252,7 @@ class Completion:
                 return True
         failpoints.hit("complete.after_manifest")
         await self._tier.tier.point(current_key(session.run, session.step), session8(session.session))
+        failpoints.hit("complete.pointed")
         await self._finished(session, PublishState.COMPLETE)
         await self._drop_announcements(session)
         return True

@@ -107,6 +107,7 @@ class Drain:
             uploads = [(key, upload) for key in keys if (upload := txn.upload(key, self._tier.name)) is not None]
         for key, upload in uploads:
             await self._tier.tier.abort_upload(upload.key, upload.upload_id)
+            failpoints.hit("drain.upload_aborted")
             await self._node.catalog.write(partial(clear_upload, key, self._tier.name))
         for item in items:
             if (key := ShardKey(item.session_id, item.shard_id)) in self._interrupted:
@@ -228,6 +229,7 @@ class Drain:
             proved(txn, key, self._tier.name, tag)
             let_go(txn, key, required)
 
+        failpoints.hit("drain.before_catalog")
         await self._node.catalog.write(act)
         failpoints.hit("drain.verified")
         self._not_before_s.pop(key, None)

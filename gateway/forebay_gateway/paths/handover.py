@@ -12,7 +12,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from forebay_gateway.base import durable
+from forebay_gateway.base import durable, failpoints
 from forebay_gateway.cache.layout import CLEAN
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.paths.node import Node
@@ -31,6 +31,7 @@ async def leave_token(node: Node) -> str:
     except ForebayError as error:  # the next start looks at all files, no more than that
         log.warning("cannot leave the mark of an orderly stop error=%s", error)
         return ""
+    failpoints.hit("handover.token_left")
     return token
 
 
@@ -60,6 +61,7 @@ def _mark(cache: Path, token: str) -> bytes:
 async def take_clean(node: Node) -> bool:
     """Whether the process before this one stopped in order. The mark is gone when this returns, whatever follows."""
     await node.io.run(node.cache.unlink, node.cache.path / CLEAN)
+    failpoints.hit("handover.mark_taken")
     with node.catalog.read() as txn:
         expected = txn.setting(SETTING)
     if expected is not None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.marks import Going, Marks, Pin, read_marks, write_marks
@@ -73,6 +74,7 @@ class MarkKeeper:
                 if after != before or self._is_behind:
                     await self._write(after)
                     self._is_behind = False
+                    failpoints.hit("marks.before_catalog")
             except DiskFull as error:
                 if not spare:
                     raise

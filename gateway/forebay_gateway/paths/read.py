@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.reader import ShardReader
 from forebay_gateway.catalog import WriteTxn
@@ -305,6 +306,7 @@ class ReadPath:
             if reports.disk_size is None:
                 return False
             fetched, required = reports.disk_size, self._node.required_tiers
+            failpoints.hit("fetch.before_catalog")
             replaced = await self._node.catalog.write(lambda txn: arrived(txn, row.key, fetched, required))
             reservation.settle(fetched)
             if replaced:

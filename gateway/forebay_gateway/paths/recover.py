@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import Footer, disk_size, find_footer
 from forebay_gateway.cache.layout import FoundFile
 from forebay_gateway.cache.packs import read_index
@@ -68,6 +69,7 @@ async def recover(node: Node) -> set[int]:
     directories = set(await node.io.run(node.cache.session_ids))
     node.catalog.raise_ids(max([*directories, *(file.shard_id or 0 for file in top)], default=0))
     await node.io.run(node.cache.unlink_many, [file.path for file in top if file.kind == "incoming"])
+    failpoints.hit("recover.incoming_gone")
     foreign = [file for file in top if file.kind == "foreign"]
     with node.catalog.read() as txn:
         unsettled = txn.unsettled()
@@ -175,6 +177,7 @@ def _size_fits(size: int | None, row: ShardRow) -> bool:
 async def _lose(node: Node, row: ShardRow, in_place: bool) -> None:
     """A row whose file is gone or of the wrong length: use a verified copy, else alarm."""
     left = await node.catalog.write(partial(_file_lost, row, in_place))
+    failpoints.hit("recover.lost")
     node.budget.freed(row.disk_size - left)
     _tell_lost(node, row)
     node.ask_mend(row.key)
@@ -245,6 +248,7 @@ async def adopt_or_drop(node: Node, file: FoundFile) -> None:
     try:
         footer, chunks, index = await node.io.run(_read_footer, file.path)
         await node.catalog.write(partial(_adopt, file, footer, chunks, index), frees=True)  # also with the last blocks
+        failpoints.hit("recover.adopted")
         node.budget.adopted(file.size)
         log.info("adopted a sealed file from its footer name=%s run=%s step=%s", footer.name, footer.run, footer.step)
     except FileNotFoundError:
@@ -330,6 +334,7 @@ async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
             record = PartRecord.from_json(await node.io.run(file.path.read_bytes))
             new_ids = [node.catalog.new_id() for _ in record.files()]
             await node.catalog.write(partial(_commit, node, file, record, new_ids), frees=True)
+            failpoints.hit("recover.committed")
             log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
         except (ManifestError, *JUDGEMENTS) as error:
             log.warning("dropped a part file that its shards do not bear out path=%s reason=%s", file.path, error)
@@ -377,6 +382,7 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
         sessions = list(txn.unpublished(tier.name))
     for key, upload in uploads:
         await tier.tier.abort_upload(upload.key, upload.upload_id)
+        failpoints.hit("recover.upload_aborted")
         await node.catalog.write(partial(clear_upload, key, tier.name))
     for run in dict.fromkeys(session.run for session in sessions):
         await tier.tier.sweep(run_key(run))
@@ -420,6 +426,7 @@ class _CheckReports:
 
     async def item_done(self, index: int, report: ItemDone) -> None:
         key, name = self._keys[index], self._tier.name
+        failpoints.hit("recover.copy_proved")
         await self._node.catalog.write(lambda txn: proved(txn, key, name, report.tag_on_tier))
 
     async def item_failed(self, index: int, report: ItemFailed) -> None:
@@ -428,6 +435,7 @@ class _CheckReports:
             raise Unavailable(report.failure.message, retry_after_s=report.failure.retry_after_s)
 
         await self._tier.tier.sweep(self._items[index].key)
+        failpoints.hit("recover.copy_swept")
 
         def act(txn: WriteTxn) -> ShardRow | None:
             copy, row = txn.copy(key, name), txn.shard(key)

@@ -145,6 +145,7 @@ class Retention:
             if not pending:
                 # Shielded: a client that goes away must not cut the files' end from the rows' and the bytes'.
                 await uncut(self._out_of_cache(sessions, shards))
+                failpoints.hit("delete.before_mark")
                 await self._node.marks.ended(row.run, row.step)
                 done.insert(0, "cache")
         if not pending:  # else nothing has changed yet, and whoever tries again would wake itself
@@ -170,6 +171,7 @@ class Retention:
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
         await self._shards_off_tier(tier, row, sessions, shards)
+        failpoints.hit("delete.off_tier")
 
     async def _shards_off_tier(
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
@@ -253,6 +255,7 @@ class Retention:
         if theirs:
             return
         await tier.tier.delete(current_key(row.run, row.step))
+        failpoints.hit("delete.pointer_gone")
         await tier.tier.delete(key)
 
     async def _out_of_cache(self, sessions: list[SessionRow], shards: list[ShardRow]) -> None:
@@ -260,6 +263,7 @@ class Retention:
         for session in sessions:
             # Part files first: a shard without its part file is never taken for committed.
             await io.run(cache.remove_part_files, session.id, None)
+        failpoints.hit("delete.part_files_gone")
         on_disk = [shard for shard in shards if shard.disk_size]
         await io.run(cache.unlink_many, [cache.shard_path(shard.key) for shard in on_disk])
         failpoints.hit("delete.files_gone")

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay_gateway.admission.budget import Reservation, disk_full_reason
+from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
@@ -325,6 +326,7 @@ class WritePath:
     async def drop_files(self, keys: Sequence[ShardKey]) -> None:
         """Of shards that were not acknowledged; why they were not is what the caller hears."""
         paths = [self._node.cache.shard_path(key) for key in keys]
+        failpoints.hit("write.refused")
         try:
             await self._node.io.run(self._node.cache.unlink_many, paths)
         except ForebayError as error:

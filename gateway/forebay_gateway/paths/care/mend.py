@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardState
@@ -82,6 +83,7 @@ class Mender:
                 return Mended("its cache file is in quarantine; `forebay repair` shows what can be done")
             if not await self._fetch(session, row):
                 return Mended(self.why_not(key))
+            failpoints.hit("mend.fetched")
             acted = True
         if bad and quarantined:
             await self._node.catalog.write(lambda txn: _requeue(txn, key, self._node.releasing))

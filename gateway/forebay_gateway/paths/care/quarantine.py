@@ -6,6 +6,7 @@ Owns ids, the list and the release. A quarantined cache file stays where it is u
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import InvalidArgument, NotFound
@@ -140,6 +141,7 @@ class Quarantine:
         try:
             if await self._node.catalog.write(begin):  # else it was mended meanwhile
                 await monitored.tier.delete(path)
+                failpoints.hit("release.object_gone")
                 await self._node.catalog.write(end)
         finally:
             releasing.discard((key, tier))
@@ -154,6 +156,7 @@ class Quarantine:
             return txn.shard_event(key, ShardEvent.EVICT)
 
         row = await self._node.catalog.write(act)
+        failpoints.hit("release.before_unlink")
         if row is not None:
             await self._evictor.finish([row])
             for kind in ("lost", "quarantine"):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.io import disk_errors
@@ -83,6 +84,7 @@ class Repairer:
         path = self._node.cache.shard_path(key)
         there = await self._node.io.run(path.is_file)
         before = await self._node.catalog.write(lambda txn: _file_is_bad(txn, key, there))
+        failpoints.hit("repair.file_marked")
         if before is None:
             return ""
         if before.freed:
@@ -140,6 +142,7 @@ class Repairer:
         key, tier, required = _key(finding), finding.where, self._node.required_tiers
         event = CopyEvent.GONE if finding.kind == "copy_missing" else CopyEvent.MISMATCH
         await self._node.catalog.write(lambda txn: copy_lost(txn, key, tier, event, finding.what, required))
+        failpoints.hit("repair.copy_marked")
         return (await self._mender.mend(key)).reason
 
     async def _document(self, finding: Finding) -> str:
@@ -148,7 +151,9 @@ class Repairer:
         if session is None:
             return ""
         bad = BadDocument(finding.kind, finding.path, finding.what, not finding.token, finding.writer, finding.token)
-        return await write_again(self._node, session, bad, self._node.tier(finding.where))
+        outcome = await write_again(self._node, session, bad, self._node.tier(finding.where))
+        failpoints.hit("repair.document_written")
+        return outcome
 
     async def _upload(self, finding: Finding) -> str:
         await self._node.tier(finding.where).tier.abort_upload(finding.path, finding.token)

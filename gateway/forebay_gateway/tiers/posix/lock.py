@@ -52,20 +52,21 @@ class HeldLock:
             self.path.unlink(missing_ok=True)
 
 
-def try_lock(document: Path, owner: str, ttl_s: float, clock: Clock) -> HeldLock | None:
-    """The lock of `document`, or None while someone else holds it."""
+def try_lock(document: Path, owner: str, ttl_s: float, clock: Clock, tag: str = "") -> HeldLock | None:
+    """The lock of `document`, or None while someone else holds it. `tag` names the temporary files, none but this call's; one
+    that a killed process has left is known by it and swept."""
     path = lock_path(document)
     token = secrets.token_hex(8)
+    temp = path.parent / f"{TEMP_PREFIX}{tag or secrets.token_hex(8)}"
     body = json.dumps({"owner": owner, "token": token, "ttl_s": ttl_s, "expires": clock.wall() + ttl_s}).encode()
     safe_until_s = clock.monotonic() + ttl_s / 2
-    if _create(path, body) or _take_over(path, body):
+    if _create(path, body, temp) or _take_over(path, body, temp):
         return HeldLock(path, token, safe_until_s)
     return None
 
 
-def _create(path: Path, body: bytes) -> bool:
+def _create(path: Path, body: bytes, temp: Path) -> bool:
     """Make `path` with its content in one act: whoever sees it can read whose it is."""
-    temp = path.parent / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -79,15 +80,15 @@ def _create(path: Path, body: bytes) -> bool:
         temp.unlink(missing_ok=True)
 
 
-def _take_over(path: Path, body: bytes) -> bool:
+def _take_over(path: Path, body: bytes, temp: Path) -> bool:
     try:
-        stale = _stale_token(path)
+        stale = _stale_token(path, temp)
         if stale is None:
             return False
         claim = path.parent / f"{path.name}.{stale}"
-        if not _create(claim, body):
+        if not _create(claim, body, temp):
             # Someone claims it already. A claim left behind by a dead one is cleared when it is stale itself.
-            if _stale_token(claim) is not None:
+            if _stale_token(claim, temp) is not None:
                 claim.unlink(missing_ok=True)
             return False
         if _read_token(path) != stale:  # its owner came back to life and let go of it
@@ -115,22 +116,21 @@ def _token_of(body: Any) -> str:
     return token if _TOKEN.fullmatch(token) else _DAMAGED
 
 
-def _stale_token(path: Path) -> str | None:
+def _stale_token(path: Path, temp: Path) -> str | None:
     """The token of the lock at `path` if its time is over, else None. Raises FileNotFoundError where there is none."""
     try:
         body = json.loads(path.read_bytes())
         token, ttl_s = _token_of(body), float(body["ttl_s"])
     except (ValueError, KeyError, TypeError):
         token, ttl_s = _DAMAGED, _DAMAGED_TTL_S
-    age_s = _filesystem_now_s(path.parent) - path.stat().st_mtime
+    age_s = _filesystem_now_s(temp) - path.stat().st_mtime
     return token if age_s > ttl_s else None
 
 
-def _filesystem_now_s(directory: Path) -> float:
-    probe = directory / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
-    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _filesystem_now_s(temp: Path) -> float:
+    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         return os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-        probe.unlink(missing_ok=True)
+        temp.unlink(missing_ok=True)

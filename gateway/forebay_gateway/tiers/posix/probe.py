@@ -25,6 +25,7 @@ async def probe(tier: "PosixTier") -> Capabilities:
     if tier.temp_tag:  # what an earlier process of this node left when it was killed in the middle of its probe
         await tier.sweep(f"{CONTROL_DIR}/tier.json")
         await tier.sweep(key)
+        await tier.drop_lock(key)  # nobody else uses this directory, and its time to live would be waited for
         await tier.delete(f"{directory}/created")
     try:
         await tier.put_small(key, data)

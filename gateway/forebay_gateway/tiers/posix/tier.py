@@ -33,7 +33,7 @@ from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectIn
 from forebay_gateway.tiers.keys import check_key, directory_of
 from forebay_gateway.tiers.posix.errors import translate
 from forebay_gateway.tiers.posix.files import Buffers, OpenFile
-from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, try_lock
+from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, lock_path, try_lock
 from forebay_gateway.tiers.posix.marker import Marker
 from forebay_gateway.tiers.posix.probe import probe
 from forebay_gateway.tiers.readback import check_chunk, check_size
@@ -303,6 +303,7 @@ class PosixTier(Tier):
             raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
         finally:
             temp.unlink(missing_ok=True)
+        failpoints.hit("posix.document_placed")
         durable.sync_dir(path.parent)
         return info
 
@@ -351,12 +352,18 @@ class PosixTier(Tier):
     async def _lock(self, key: str, path: Path) -> HeldLock:
         end_s = self._clock.monotonic() + 2 * self._lock_ttl_s
         while True:
-            lock = await self._run("lock", key, try_lock, path, self._owner, self._lock_ttl_s, self._clock)
+            with self._temp() as tag:
+                lock = await self._run("lock", key, try_lock, path, self._owner, self._lock_ttl_s, self._clock, tag)
             if lock is not None:
                 return lock
             if self._clock.monotonic() > end_s:
                 raise Unavailable("another node holds the file's lock", retry_after_s=1.0, tier=self.name, key=key)
             await self._clock.sleep(0.01 + secrets.randbelow(40) / 1000)
+
+    async def drop_lock(self, key: str) -> None:
+        """Take away the lock of a document that only this node replaces: a process of it that was killed held it."""
+        with contextlib.suppress(NotFound):
+            await self._run("unlock", key, lambda: lock_path(self._path(key)).unlink(missing_ok=True))
 
     def _replace_locked(self, key: str, path: Path, data: bytes, tag: str, lock: HeldLock) -> ObjectInfo:
         file = OpenFile(path, os.O_RDONLY, direct=False)
@@ -376,6 +383,7 @@ class PosixTier(Tier):
             os.replace(temp, path)
         finally:
             temp.unlink(missing_ok=True)
+        failpoints.hit("posix.document_replaced")
         durable.sync_dir(path.parent)
         return info
 
@@ -423,6 +431,7 @@ class PosixTier(Tier):
         except FileNotFoundError:
             durable.sync_dir(path.parent)  # perhaps an earlier try unlinked it, and this is what failed
             raise
+        failpoints.hit("posix.unlinked")
         directory = path.parent
         durable.sync_dir(directory)
         with contextlib.suppress(OSError):  # ENOTEMPTY, or another's rmdir came first
@@ -465,6 +474,7 @@ class PosixTier(Tier):
                 os.replace(temp, path)
             finally:
                 temp.unlink(missing_ok=True)
+        failpoints.hit("posix.pointed")
         durable.sync_dir(path.parent)
 
     async def settle(self, key: str) -> None:

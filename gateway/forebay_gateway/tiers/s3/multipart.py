@@ -83,10 +83,12 @@ class Upload:
             failpoints.hit("s3.upload_begun")
             await self._send(options)
             failpoints.hit("s3.before_complete")
-            return await self._complete()
+            etag = await self._complete()
         except BaseException:
             await self._abandon()
             raise
+        failpoints.hit("s3.completed")
+        return etag
 
     async def _create(self) -> None:
         parameters: dict[str, Any] = {}
@@ -122,6 +124,7 @@ class Upload:
                 if code_of(error.__cause__) in _HOPELESS:
                     raise
                 await retries.pause(error)
+        failpoints.hit("s3.part_sent")
         if options.on_progress is not None:
             options.on_progress(sent)
 
