@@ -33,6 +33,7 @@ def to_posix(job: Job) -> Iterator[Row]:
         _drain_once(node, "pfs", {"warm": shards["shard-000"][:BLOCK]})
         ours, theirs = in_turn(job.pairs, lambda: _drain_once(node, "pfs", shards), lambda: _copy(paths, place / "copy"))
     yield speed("drain-posix", ours, theirs, job.size)
+    yield cost("drain-posix-cpu", ours, theirs, job.size)
 
 
 def to_s3(job: Job) -> Iterator[Row]:
@@ -58,7 +59,7 @@ def to_s3_torch(job: Job) -> Iterator[Row]:
 def _against(job: Job, peer: Peer) -> list[list[Measured]]:
     # What peers have written goes with their bucket; what the gateway has deleted stays in the server's files.
     job.room((job.pairs + 6) * job.size)
-    with job.place() as place, _object_store(place) as server:
+    with job.place() as place, object_store(place) as server:
         tier = s3_tier(server.endpoint, server.bucket)
         with gateway(place, tier, capacity=4 * job.size, environment=server.environment) as node:
             shards = shards_of(data(job.size))
@@ -70,7 +71,8 @@ def _against(job: Job, peer: Peer) -> list[list[Measured]]:
 
 
 @contextlib.contextmanager
-def _object_store(place: Path) -> Iterator[SeaweedFS]:
+def object_store(place: Path) -> Iterator[SeaweedFS]:
+    """An S3 server with its files in `place`."""
     try:
         weed_binary()
     except FileNotFoundError as error:
@@ -98,6 +100,7 @@ def _copy(paths: list[Path], target: Path) -> Measured:
     """What a careful script does: copy, fsync, and compare with what the disk gives back. The drop between is not counted."""
     target.mkdir()
     drop_caches(*paths)
+    cpu_s = _children_cpu_s()
     copies = [target / path.name for path in paths]
     pairs = [(str(path), str(copy)) for path, copy in zip(paths, copies, strict=True)]
     first = measure(lambda: [_run(*command) for pair in pairs for command in (("cp", *pair), ("sync", pair[1]))])
@@ -106,7 +109,13 @@ def _copy(paths: list[Path], target: Path) -> Measured:
     for copy in copies:
         copy.unlink()
     target.rmdir()
-    return Measured(first.seconds + second.seconds)
+    return Measured(first.seconds + second.seconds, first.cpu_s + second.cpu_s + _children_cpu_s() - cpu_s)
+
+
+def _children_cpu_s() -> float:
+    """Of commands that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _run(*command: str) -> None:
@@ -121,7 +130,7 @@ def busy(job: Job, kind: str, lane: str) -> Iterator[Row]:
         (place / "pfs").mkdir()
         tier = posix_tier(place / "pfs")
         if kind == "s3":
-            server = stack.enter_context(_object_store(place))
+            server = stack.enter_context(object_store(place))
             tier, environment = s3_tier(server.endpoint, server.bucket), server.environment
         node = stack.enter_context(gateway(place, tier, capacity=32 * job.size, environment=environment))
         node.needs_lane(lane)

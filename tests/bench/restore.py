@@ -1,15 +1,34 @@
-"""Restores from the cache: both lanes, from the disk and not from memory, every chunk checked.
+"""Restores from the cache, over both lanes, and from an object store: from the disk and not from memory, every chunk checked.
 
-Owns the rows restore-*. What came back is compared once more after the last pair.
+Owns the rows restore-*. What came back is compared once more.
 """
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.bare_grpc import BareStream
-from bench.harness import BLOCK, CHUNK, Job, Node, data, drop_caches, gateway, in_turn, measure
-from bench.peers import fio
+from bench.drain import object_store
+from bench.harness import (
+    BLOCK,
+    CHUNK,
+    RUN,
+    TIMEOUT_S,
+    Job,
+    Node,
+    data,
+    drop_caches,
+    gateway,
+    in_turn,
+    measure,
+    shards_of,
+    write_files,
+)
+from bench.peers import fio, rclone
 from bench.rows import CannotRun, Measured, Row, cost, speed
+from forebay.demo.gateways import s3_tier
+from forebay.demo.seaweedfs import SeaweedFS
 
 
 def over_fd(job: Job) -> Iterator[Row]:
@@ -46,6 +65,93 @@ def over_stream(job: Job) -> Iterator[Row]:
         _compare(source, target)
     yield speed("restore-stream", ours, theirs, job.size, how)
     yield cost("restore-stream-cpu", ours, theirs, job.size)
+
+
+def directory(job: Job) -> Iterator[Row]:
+    """restore_dir of several shards, each fsynced, against cp and fsync of as many files."""
+    job.room(5 * job.size)
+    with job.place() as place, gateway(place, capacity=4 * job.size) as node:
+        shards = shards_of(data(job.size))
+        paths = write_files(place / "files", shards)
+        step = node.save(shards, node.best_lane())
+
+        def ours_once() -> Measured:
+            drop_caches(*_files_of(node.process.cache))
+            return _restored(node, step, place / "ours", shards)
+
+        def copied() -> Measured:
+            target = place / "theirs"
+            drop_caches(*paths)
+            target.mkdir()
+            copies = [str(target / path.name) for path in paths]
+
+            def act() -> None:
+                subprocess.run(["cp", *map(str, paths), str(target)], check=True)
+                subprocess.run(["sync", *copies], check=True)
+
+            taken = measure(act)
+            shutil.rmtree(target)
+            return taken
+
+        ours, theirs = in_turn(job.pairs, ours_once, copied)
+    yield speed("restore-dir", ours, theirs, job.size)
+
+
+def from_s3(job: Job) -> Iterator[Row]:
+    """What is in no cache any more, as files, against rclone's copy of the same objects."""
+    rclone.needs_rclone()
+    job.room(6 * job.size)
+    with job.place() as place, object_store(place) as server:
+        tier = s3_tier(server.endpoint, server.bucket)
+        with gateway(place, tier, capacity=4 * job.size, environment=server.environment, held=False) as node:
+            shards = shards_of(data(job.size))
+            step = node.save(shards, "stream")
+            node.client.wait(RUN, step, "object", timeout=TIMEOUT_S)
+            prefix = _prefix_of(server, max(shards))
+
+            def ours_once() -> Measured:
+                node.client.care.evict(RUN, step)
+                if _files_of(node.process.cache):
+                    raise CannotRun("the cache still holds shards after their eviction")
+                drop_caches()
+                return _restored(node, step, place / "ours", shards)
+
+            def fetched() -> Measured:
+                drop_caches()
+                taken = rclone.fetch(server, prefix, place / "theirs")
+                shutil.rmtree(place / "theirs")
+                return taken
+
+            ours, theirs = in_turn(job.pairs, ours_once, fetched)
+    yield speed("restore-s3", ours, theirs, job.size)
+
+
+def _restored(node: Node, step: int, target: Path, shards: Mapping[str, memoryview]) -> Measured:
+    """A restore into a new directory, compared and removed unmeasured."""
+    taken = measure(lambda: node.client.restore_dir(RUN, step, target), node.pid)
+    for name, view in shards.items():
+        with (target / name).open("rb") as file:
+            for at in range(0, view.nbytes, CHUNK):
+                _compare(view[at : at + CHUNK], memoryview(file.read(CHUNK)))
+    shutil.rmtree(target)
+    return taken
+
+
+def _prefix_of(server: SeaweedFS, name: str) -> str:
+    """Where the tier has the directory of the one saved step."""
+    client = server.client()
+    try:
+        keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=server.bucket).get("Contents", ())]
+    finally:
+        client.close()
+    found = [key for key in keys if key.endswith(f"/{name}")]
+    if len(found) != 1:
+        raise CannotRun(f"the tier has {len(found)} objects of one shard: this build's layout is another")
+    return found[0].removesuffix(f"/{name}")
+
+
+def _files_of(cache: Path) -> list[Path]:
+    return [path for path in (cache / "data").rglob("*") if path.is_file() and not path.name.endswith(".json")]
 
 
 def _read(node: Node, lane: str, step: int, target: memoryview, file: Path) -> Measured:

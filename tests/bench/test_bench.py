@@ -181,7 +181,7 @@ def test_real_rows_in_small(tmp_path: Path) -> None:
     assert {"date", "processor", "memory", "kernel", "file_system", "python", "grpcio"} <= set(found["machine"])
     assert found["job"]["size"] == 8 << 20 and found["job"]["cold"] in ("drop_caches", "posix_fadvise")
     rows = {row["name"]: row for row in found["rows"]}
-    wanted = {"save-stream", "save-stream-cpu", "small-shards", "small-restore", "drain-posix"}
+    wanted = {"save-stream", "save-stream-cpu", "small-shards", "small-restore", "drain-posix", "drain-posix-cpu"}
     wanted |= {"restore-stream", "restore-stream-cpu"}
     assert set(rows) == wanted | {"save-fd", "save-fd-unaligned"}
     for name in wanted:

@@ -120,15 +120,15 @@ def test_memory_that_cannot_be_copied_is_refused_before_anything_is_sent(memory:
 
 
 @pytest.mark.torch
-def test_tensors(memory_client: Client) -> None:
+def test_tensors(client: Client) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.arange(3 * MIB, dtype=torch.bfloat16)
     wanted = tensor.view(torch.uint8).numpy().tobytes()
-    with memory_client.checkpoint("r", 1) as ckpt:
+    with client.checkpoint("r", 1) as ckpt:
         ckpt.put("t", tensor, background=True)
         tensor.zero_()
         ckpt.commit()
-    assert memory_client.open("r", 1).read("t") == wanted
+    assert client.open("r", 1).read("t") == wanted
 
 
 def test_a_put_returns_while_nothing_lands_and_commit_waits(memory: MemoryGateway, memory_client: Client) -> None:
@@ -462,14 +462,45 @@ def test_close_does_not_wait_for_a_tier(memory: MemoryGateway) -> None:
 
 
 @pytest.mark.expected_logs("commit of r/")
-def test_a_level_that_is_not_reached_is_told_and_the_part_stays(memory: MemoryGateway, memory_client: Client) -> None:
-    memory_client.hold()
-    with memory_client.async_checkpoint("r", 1) as ckpt:
-        ckpt.put("a", b"x")
+def test_a_level_that_is_not_reached_is_told_and_the_part_stays(client: Client) -> None:
+    client.hold()
+    with client.async_checkpoint("r", 1) as ckpt:
+        ckpt.put("a", BIG)
         commit = ckpt.commit(wait="pfs", timeout=0.3)
     with pytest.raises(forebay.DeadlineExceeded, match="pfs"):
         commit.result(30)
-    assert memory_client.describe("r", 1).complete
+    assert client.describe("r", 1).complete and client.open("r", 1).read("a") == BIG
+
+
+def test_leaving_without_commit_leaves_nothing(client: Client) -> None:
+    """Nor stands in the way of the same step; what landed before, and what was under way, are gone alike."""
+    with pytest.raises(ValueError, match="mine"), client.async_checkpoint("r", 1) as ckpt:
+        ckpt.put("a", b"x").result(30)
+        for number in range(UPLOADS):
+            ckpt.put(f"b{number}", BIG)
+        raise ValueError("mine")
+    assert client.runs() == [] and client._background.pool.free_bytes == client._background.pool.size
+    with client.async_checkpoint("r", 1) as ckpt:
+        ckpt.put("a", BIG)
+        assert ckpt.commit().result(60).shard_count == 1
+    assert client.open("r", 1).names() == ["a"] and client.open("r", 1).read("a") == BIG
+
+
+def test_a_small_pool_and_several_in_flight(gateway, client_class: type[Client]) -> None:
+    """Puts of more than the pool holds wait for what is being sent, over whichever lane; commits keep their order."""
+    with client_class(gateway.address, background_bytes=4 * MIB) as client:
+        for step in (1, 2, 3):
+            with client.async_checkpoint("r", step, in_flight=3) as ckpt:
+                for number in range(4):
+                    ckpt.put(f"a{number}", BIG[number * MIB : (number + 3) * MIB])
+                ckpt.put_many({"s": b"%d" % step})
+                ckpt.commit()
+        client.async_checkpoint("r", 4, in_flight=1).abort()  # waits for all of them
+        assert client._background.pool.free_bytes == client._background.pool.size
+        for step in (1, 2, 3):
+            reader = client.open("r", step)
+            assert [reader.read(f"a{n}") for n in range(4)] == [BIG[n * MIB : (n + 3) * MIB] for n in range(4)]
+            assert reader.read("s") == b"%d" % step
 
 
 def test_leaving_without_commit_aborts(memory: MemoryGateway, memory_client: Client) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import forebay
+from client.lanes import async_client
 from forebay import AsyncClient, Client
 from forebay.lanes import many
 from forebay.testing import MemoryGateway
@@ -126,3 +127,24 @@ async def test_with_await(memory: MemoryGateway, reader: forebay.Reader) -> None
         opened = await client.open("r", 1)
         assert {name: data async for name, data in opened.read_many()} == SHARDS | LARGE
         assert {name: data async for name, data in opened.read_many(["d/000"])} == {"d/000": SHARDS["d/000"]}
+
+
+async def test_over_each_lane(client: Client, gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for is what comes, however the large ones travel: all, some, in several requests, as files, with await."""
+    with client.checkpoint("r", 1) as ckpt:
+        ckpt.put_many(SHARDS)
+        ckpt.put("large", LARGE["large"])
+        ckpt.commit()
+    reader = client.open("r", 1)
+    assert dict(reader.read_many()) == SHARDS | LARGE
+    some = list(SHARDS)[3:30:2]
+    assert dict(reader.read_many([*some, some[0], "large"])) == {name: SHARDS[name] for name in some} | LARGE
+    with pytest.raises(forebay.NotFound, match="nothing"):
+        reader.read_many([*some, "nothing"])
+    monkeypatch.setattr(many, "NAMES_MAX", 15)
+    assert dict(reader.read_many()) == SHARDS | LARGE
+    assert client.restore_dir("r", 1, tmp_path / "out").shards == 41
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in SHARDS | LARGE} == SHARDS | LARGE
+    async with async_client(gateway.address, type(client)) as waiting:
+        opened = await waiting.open("r", 1)
+        assert {name: data async for name, data in opened.read_many()} == SHARDS | LARGE

@@ -572,6 +572,111 @@ def test_a_descriptor_for_reading_is_for_nothing_else(gateway: GatewayProcess, r
     left.none()
 
 
+IN_A_CHILD = """
+import os, socket, sys
+mine = socket.socket(fileno=int(sys.argv[1]))
+mine.setblocking(True)
+mine.sendall(bytes.fromhex(sys.argv[2]))
+data, descriptors, _, _ = socket.recv_fds(mine, 4096, 1)
+print(len(descriptors), b"permission_denied" in data)
+"""
+
+
+def test_a_token_from_another_process(gateway: GatewayProcess, lease: RawLease, part: pb.PartRef, left: Leftovers) -> None:
+    """Of the same user, over the very connection, with the right token: it is not the process that connected."""
+    lease.open(part, DATA)
+    command = [sys.executable, "-c", IN_A_CHILD, str(lease.socket.fileno()), lease.opened.token.hex()]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=[lease.socket.fileno()])
+    assert child.stdout == "0 True\n", child.stderr
+    assert lease.is_over()
+    left.none()
+
+
+OF_A_CHILD = """
+import os, socket, sys, time
+mine, descriptor, chunk, count = socket.socket(fileno=int(sys.argv[1])), *map(int, sys.argv[2:])
+done = 0
+try:
+    while done < count:
+        os.pwrite(descriptor, bytes(chunk), done * chunk)
+        mine.send(b".")
+        done += 1
+        time.sleep(0.5)
+except BrokenPipeError:
+    pass
+print(done)
+"""
+
+
+def test_signs_of_life_from_another_process(lease: RawLease, part: pb.PartRef, left: Leftovers) -> None:
+    """A child that has inherited connection and file, and goes on, does not keep the lease of a parent that hangs."""
+    count = 30
+    lease.open(part, b"", size=count * CHUNK)
+    with lease.descriptor() as descriptor:
+        write(descriptor, b"")  # no O_DIRECT from here on
+        numbers = [lease.socket.fileno(), descriptor]
+        command = [sys.executable, "-c", OF_A_CHILD, *map(str, [*numbers, CHUNK, count])]
+        child = subprocess.run(command, pass_fds=numbers, capture_output=True, text=True, timeout=120)
+    assert 0 < int(child.stdout) < count, child.stderr
+    assert lease.is_over()
+    left.none()
+
+
+TOO_LATE = """
+import os, socket, sys
+from forebay_wire.v1 import gateway_pb2 as pb
+import forebay
+from forebay.lanes.fd import Lease
+address, run, user = sys.argv[1:]
+forebay.Client(address).runs()
+os.setgroups([int(group) for group in sys.stdin.readline().split()]); os.setgid(int(user)); os.setuid(int(user))
+client = forebay.Client(address)
+with Lease(client._connection, "test") as lease:
+    part = pb.PartRef(run=run, step=1, session="s", writer=0, writers=1)
+    opened = lease.call(
+        lambda stubs: stubs.gateway.OpenShard, pb.OpenShardRequest(ticket=lease.ticket, part=part, name="x", size=1 << 20)
+    )
+    print("open", flush=True)
+    sys.stdin.readline()
+    try:
+        os.close(lease.descriptor(opened.token, opened.layout))
+        print("traded", flush=True)
+    except forebay.PermissionDenied as error:
+        print("refused", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize(("groups", "wanted"), [("", "refused"), ("GROUP", "traded")])
+def test_a_user_who_may_not_connect_any_more(
+    gateway: GatewayProcess, part: pb.PartRef, left: Leftovers, groups: str, wanted: str
+) -> None:
+    """His connection is older than the socket's mode: what counts is whether he may when he asks for the descriptor."""
+    nobody, group = pwd.getpwnam("nobody").pw_uid, 54321
+    sockets = (gateway.socket, fd_socket(gateway))
+    for path in sockets:
+        path.chmod(0o666)
+        os.chown(path, 0, group)
+    command = [sys.executable, "-c", TOO_LATE, gateway.address, part.run, str(nobody)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(groups.replace("GROUP", str(group)) + "\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "open\n"
+            for path in sockets:
+                path.chmod(0o660)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == f"{wanted}\n"
+        finally:
+            child.kill()
+            for path in sockets:
+                path.chmod(0o660)
+                os.chown(path, 0, 0)
+    left.none()
+
+
 OTHER_USER = """
 import os, sys, forebay, socket
 from forebay import Client, care, writer, reader  # now: the other user may not be able to read the interpreter's files

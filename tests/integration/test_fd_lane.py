@@ -5,6 +5,9 @@ import contextlib
 import mmap
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,6 +213,64 @@ def test_a_path_too_long_for_a_second_socket(make: MakeGateway, tmp_path: Path) 
         with pytest.raises(Unsupported, match="too long a path"):
             client.open("r", 1, lane="fd").read("x")
     assert "no fd lane" in gateway.tail()
+
+
+IN_A_CONTAINER = """
+import os, pathlib, subprocess, sys
+import forebay
+from forebay.cli import main  # and all else that is imported late: nothing more is read from disk than what is mounted
+base, sockets, name = map(pathlib.Path, sys.argv[1:])
+seen = base.parent / "seen"
+seen.mkdir()
+for command in (
+    ["mount", "--make-rprivate", "/"],
+    ["mount", "--bind", sockets, seen],
+    ["mount", "-t", "tmpfs", "none", base],
+    ["mount", "-t", "tmpfs", "none", sockets],
+):
+    subprocess.run(command, check=True)
+assert not any(base.iterdir()) and not any(sockets.iterdir())
+assert len(list(seen.iterdir())) == 2 and all(path.is_socket() for path in seen.iterdir())
+data = bytes(range(251)) * 20_000
+with forebay.Client(f"unix://{seen}/{name}") as client:
+    for step, lane in enumerate(("fd", "stream", "auto"), 1):
+        with client.checkpoint("r", step, lane=lane) as part:
+            part.put("x", data)
+            part.put_many({"small": b"s"})
+            part.commit()
+        client.wait("r", step, "pfs", timeout=60)
+        for source in ("cache", "auto"):
+            reader = client.open("r", step, source=source, lane=lane)
+            assert reader.read("x") == data and reader.read("small") == b"s"
+        assert client.open("r", step, source="pfs").read("x") == data
+print("done")
+"""
+
+
+def may_unshare() -> bool:
+    """Whether this user may have a mount namespace of its own, and mount in it."""
+    probe = "mount --make-rprivate / && mount -t tmpfs none /mnt"
+    try:
+        return subprocess.run(["unshare", "-m", "sh", "-c", probe], capture_output=True, timeout=30).returncode == 0
+    except OSError:
+        return False
+
+
+def test_from_a_container_that_sees_only_the_sockets(make: MakeGateway) -> None:
+    """A mount namespace of its own, in which there is neither cache nor tier, and the sockets have other paths."""
+    if not may_unshare():
+        pytest.skip("this user may not unshare a mount namespace (needs CAP_SYS_ADMIN)")
+    gateway = make()
+    with tempfile.TemporaryDirectory(prefix="fb-") as short:
+        sockets = Path(short) / "sockets"
+        sockets.mkdir()
+        text = gateway.config.read_text()
+        gateway.config.write_text(text.replace(str(gateway.socket), str(sockets / "a.sock")))
+        gateway.socket, gateway.address = sockets / "a.sock", f"unix://{sockets}/a.sock"
+        gateway.start()
+        command = [sys.executable, "-c", IN_A_CONTAINER, str(gateway.config.parent), str(sockets), "a.sock"]
+        inside = subprocess.run(["unshare", "-m", *command], capture_output=True, text=True, timeout=120)
+    assert inside.stdout == "done\n", inside.stderr
 
 
 @pytest.mark.usefixtures("no_streams")

@@ -4,6 +4,7 @@ Owns the fall-over inside one fetch. Which tiers to try, and in what order, is t
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
@@ -12,7 +13,7 @@ from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavail
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.jobs import FetchJob, ShardItem
 from forebay_gateway.tiers.base import Tier
-from forebay_gateway.tiers.chunks import verified_chunks
+from forebay_gateway.tiers.ranges import ReadAhead, ranged_chunks
 from forebay_wire.manifest import unpack_chunk_crcs
 
 FailureSink = Callable[[str, Exception], None]
@@ -25,6 +26,7 @@ async def fetch(
     sources: Sequence[tuple[str, Tier]],
     failed: FailureSink,
     moved: Callable[[int], None],
+    ahead: ReadAhead,
 ) -> int:
     """Bring the shard into the cache, sealed; returns the size of its file. `failed` hears of every source that failed.
 
@@ -35,9 +37,10 @@ async def fetch(
         cache, pool, ShardKey(item.session_id, item.shard_id), size=item.size, chunk_size=item.chunk_size
     )
     try:
-        async for crc, chunk in chunks_of(item, sources, failed):
-            await writer.write_chunk(crc, chunk)
-            moved(len(chunk))
+        async with aclosing(chunks_of(item, sources, failed, ahead)) as chunks:
+            async for crc, chunk in chunks:
+                await writer.write_chunk(crc, chunk)
+                moved(len(chunk))
         sealed = await writer.seal(identity, size=item.size, crc32c=item.crc32c)
     except BaseException:
         await writer.discard()
@@ -46,7 +49,7 @@ async def fetch(
 
 
 async def chunks_of(
-    item: ShardItem, sources: Sequence[tuple[str, Tier]], failed: FailureSink
+    item: ShardItem, sources: Sequence[tuple[str, Tier]], failed: FailureSink, ahead: ReadAhead
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
     """(CRC32C, bytes) of every chunk in order, from the first source that can go on."""
     crcs = unpack_chunk_crcs(item.chunks)
@@ -54,9 +57,11 @@ async def chunks_of(
     errors: list[ForebayError] = []
     for name, tier in sources:
         try:
-            async for chunk in verified_chunks(tier, item.key, item.size, item.chunk_size, crcs, at, len(crcs)):
-                yield crcs[at], chunk
-                at += 1
+            found = ranged_chunks(tier, item.key, item.size, item.chunk_size, crcs, at, len(crcs), ahead)
+            async with aclosing(found) as chunks:
+                async for chunk in chunks:
+                    yield crcs[at], chunk
+                    at += 1
             return
         except ForebayError as error:  # whatever it is: it says nothing about the next tier
             errors.append(error)

@@ -48,6 +48,7 @@ from forebay_gateway.movers.turn import Turn
 from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Source, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.factory import open_tier
+from forebay_gateway.tiers.ranges import ReadAhead
 from forebay_gateway.tiers.readback import check_size
 from forebay_gateway.tiers.s3.parts import part_size
 from forebay_wire.manifest import unpack_chunk_crcs
@@ -106,6 +107,7 @@ class JobRunner:
         self._open_tier = opened
         self._cache = CacheDir.attach(Path(setup.cache_path))
         self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
+        self._ahead = ReadAhead()  # of all fetches; a mover that fetches drains nothing
         self._tiers: dict[str, Tier] = {}
         self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
         self.turn = Turn(SystemClock())
@@ -219,7 +221,7 @@ class JobRunner:
 
         try:
             disk_size = await fetch.fetch(
-                self._cache, self._pool, job, sources, failed, lambda size: self._tell(Progress(job.id, size))
+                self._cache, self._pool, job, sources, failed, lambda size: self._tell(Progress(job.id, size)), self._ahead
             )
         except Exception as error:  # noqa: BLE001  reported to the front
             self._tell(ItemFailed(job.id, 0, failure_of(error)))

@@ -1,7 +1,8 @@
 """The Unix sockets over which descriptors are handed to clients, one beside each socket of gRPC (gateway.proto says how).
 
-Owns listening, connections and their bounds, who is at the other end, and the bytes in between. Does not own what a token is
-good for (paths/lease.py). Nothing blocks the loop: sockets are non-blocking, and all messages are a few bytes long.
+Owns listening, connections and their bounds, and the bytes in between. Does not own what a token is good for (paths/lease.py),
+nor what the kernel knows of who is at the other end (fd_peers.py). Nothing blocks the loop: sockets are non-blocking, and all
+messages are a few bytes long.
 """
 
 import asyncio
@@ -9,18 +10,17 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from pathlib import Path
 
-from forebay_gateway.core.errors import ForebayError, InvalidArgument
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied
 from forebay_gateway.paths.lease import Leases, Peer
+from forebay_gateway.rpc.fd_peers import Credentials, check_may_connect, maker_of, receive, same
 from forebay_gateway.rpc.status import detail_of
 from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SOCKET_PATH_BYTES_MAX, fd_socket_path
 
 log = logging.getLogger("forebay.fd")
 
 CONNECTIONS_MAX = 256  # each costs two descriptors at most; who finds no place uses the stream lane
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid; unix(7), SO_PEERCRED
 _READ_BYTES = 256
 _ACCEPT_AGAIN_S = 0.2
 
@@ -50,7 +50,7 @@ class FdSocket:
         except BaseException:
             listener.close()
             raise
-        self._listening.append(asyncio.create_task(self._accept(listener), name=f"fd lane {path.name}"))
+        self._listening.append(asyncio.create_task(self._accept(listener, path), name=f"fd lane {path.name}"))
         return path
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ class FdSocket:
         if self._connections:
             await asyncio.wait(set(self._connections))
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, path: Path) -> None:
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -76,7 +76,7 @@ class FdSocket:
                 if len(self._connections) >= CONNECTIONS_MAX:
                     connection.close()
                     continue
-                task = asyncio.create_task(self._serve(connection))
+                task = asyncio.create_task(self._serve(connection, path))
                 self._connections[task] = connection
                 task.add_done_callback(self._ended)
 
@@ -85,25 +85,28 @@ class FdSocket:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a connection of the fd lane failed unexpectedly", exc_info=error)
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket, path: Path) -> None:
         with connection:
             connection.setblocking(False)
-            pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            peer = Peer(uid, pid, lambda: _shut(connection))
+            maker = maker_of(connection)
+            peer = Peer(maker.uid, maker.pid, lambda: _shut(connection))
             self._leases.join(peer)
             try:
                 with contextlib.suppress(OSError):  # the client has gone, or does not read
                     connection.send(peer.ticket)
-                    await self._talk(connection, peer)
+                    await self._talk(connection, peer, maker, path)
             finally:
                 await self._leases.leave(peer)
 
-    async def _talk(self, connection: socket.socket, peer: Peer) -> None:
-        loop = asyncio.get_running_loop()
+    async def _talk(self, connection: socket.socket, peer: Peer, maker: Credentials, path: Path) -> None:
         token = b""
-        while data := await loop.sock_recv(connection, _READ_BYTES):
+        while True:
+            data, sender = await receive(connection, _READ_BYTES)
+            if not data:
+                return
             if len(token) == SECRET_BYTES:
-                await self._leases.heard(peer)
+                if same(maker, sender):
+                    await self._leases.heard(peer)
                 continue
             token += data
             if len(token) < SECRET_BYTES:
@@ -111,6 +114,10 @@ class FdSocket:
             try:
                 if len(token) > SECRET_BYTES:
                     raise InvalidArgument("more than a token was sent before its answer")
+                if not same(maker, sender):
+                    log.warning("a token came from another process than the connection uid=%s pid=%s", peer.uid, peer.pid)
+                    raise PermissionDenied("the token did not come from the process that made the connection", uid=peer.uid)
+                await asyncio.to_thread(check_may_connect, connection, maker, path)
                 descriptor = self._leases.trade(peer, token)
             except ForebayError as error:
                 detail = detail_of(error).SerializeToString()

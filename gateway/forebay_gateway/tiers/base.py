@@ -115,6 +115,11 @@ class Tier(ABC):
         self.name = name
         self.capabilities: Capabilities | None = None
 
+    @property
+    def reads_at_once(self) -> int:
+        """How many ranges of one object are worth reading at a time now; may change with what earlier reads met."""
+        return 1
+
     @abstractmethod
     async def probe(self) -> Capabilities:
         """Prove what the tier can do, with small objects below `.forebay/probe/` that it removes. Sets capabilities."""

@@ -37,6 +37,11 @@ class TierWrapper(Tier):
     def capabilities(self, value: Capabilities | None) -> None:
         self.inner.capabilities = value
 
+    @property
+    def reads_at_once(self) -> int:
+        """The inner tier's."""
+        return self.inner.reads_at_once
+
     async def probe(self) -> Capabilities:
         return await self.inner.probe()
 

@@ -1,4 +1,4 @@
-"""rclone: copies files to an object store, and checks their MD5.
+"""rclone: copies files to an object store and back, and checks their MD5.
 
 Owns its command line. Its settings are its defaults, but for where the server is; no configuration of the user's is read.
 """
@@ -24,6 +24,21 @@ def needs_rclone() -> Path:
 
 def copy(server: SeaweedFS, paths: list[Path]) -> Measured:
     """Copy the files' directory into a bucket of its own, which is gone afterwards."""
+    with own_bucket(server, paths) as bucket:
+        return measure(lambda: _copy(server, str(paths[0].parent), f"peer:{bucket}/run"))
+
+
+def fetch(server: SeaweedFS, prefix: str, target: Path) -> Measured:
+    """Copy the objects below a prefix of the server's own bucket into a new directory; on the disk when this returns."""
+
+    def act() -> None:
+        _copy(server, f"peer:{server.bucket}/{prefix}", str(target))
+        subprocess.run(["sync", *(str(path) for path in target.rglob("*") if path.is_file())], check=True)
+
+    return measure(act)
+
+
+def _copy(server: SeaweedFS, source: str, target: str) -> None:
     environment = {
         **os.environ,
         "RCLONE_CONFIG": "/dev/null",
@@ -35,12 +50,7 @@ def copy(server: SeaweedFS, paths: list[Path]) -> Measured:
         "RCLONE_CONFIG_PEER_SECRET_ACCESS_KEY": SECRET_KEY,
         "RCLONE_CONFIG_PEER_FORCE_PATH_STYLE": "true",
     }
-    with own_bucket(server, paths) as bucket:
-        command = [str(needs_rclone()), "copy", "--checksum", "--quiet", str(paths[0].parent), f"peer:{bucket}/run"]
-
-        def act() -> None:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if done.returncode:
-                raise CannotRun(f"rclone failed: {done.stderr.strip()[-300:]}")
-
-        return measure(act)
+    command = [str(needs_rclone()), "copy", "--checksum", "--quiet", source, target]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise CannotRun(f"rclone failed: {done.stderr.strip()[-300:]}")

@@ -1,4 +1,4 @@
-"""How many uploads at a time: more while the object store keeps up, half when it does not (AIMD).
+"""How many uploads, or ranges of a download, at a time: more while the object store keeps up, half when it does not (AIMD).
 
 Owns the number and the waiting. Does not own what counts as "does not keep up": the caller says so by Unavailable.
 """
@@ -19,7 +19,10 @@ _SLOW_FACTOR = 4.0
 
 
 class AdaptiveLimit:
-    """Between 1 and `most` slots; begins at `most`, since a job rather meets a quiet store than a busy one."""
+    """Between 1 and `most` slots; begins at `most`, since a job rather meets a quiet store than a busy one.
+
+    Uploads wait for slots. Who reads looks at their number before he begins a further range, and says how each ended.
+    """
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -32,7 +35,7 @@ class AdaptiveLimit:
 
     @property
     def slots(self) -> int:
-        """Uploads allowed at a time now."""
+        """Allowed at a time now."""
         return max(1, int(self._limit))
 
     @asynccontextmanager
@@ -44,12 +47,20 @@ class AdaptiveLimit:
             yield
             self._succeeded(self._clock.monotonic() - start_s)
         except Unavailable as error:
-            if not isinstance(error, StorageFull):
-                self._halve()
+            self.failed(error)
             raise
         finally:
             self._busy -= 1
             self._wake()
+
+    def failed(self, error: Unavailable) -> None:
+        """The store did not keep up, unless it is only full."""
+        if not isinstance(error, StorageFull):
+            self._halve()
+
+    def kept_up(self) -> None:
+        """It did: a slot more for every so many acts as there are slots."""
+        self._limit = min(float(self._most), self._limit + 1.0 / self._limit)
 
     async def _enter(self) -> None:
         while self._busy >= self.slots:
@@ -78,7 +89,7 @@ class AdaptiveLimit:
         if taken_s > _SLOW_FACTOR * usual_s and taken_s > 1.0:
             self._halve()
         else:
-            self._limit = min(float(self._most), self._limit + 1.0 / self._limit)
+            self.kept_up()
 
     def _halve(self) -> None:
         now_s = self._clock.monotonic()

@@ -7,7 +7,7 @@ nor what errors mean (errors.py). It asks the probe's record before it relies on
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 from forebay_gateway.base.clock import Clock, SystemClock
@@ -42,6 +42,7 @@ from forebay_wire.checksums import crc32c
 
 _PLAIN = PutOptions()
 _READ_BYTES = 1 << 20
+_READS = 4
 DELETES_A_REQUEST = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 
 log = logging.getLogger("forebay.s3")
@@ -60,6 +61,12 @@ class S3Tier(Tier):
         self._deletes_many = True  # until the store says otherwise
         self._unclean: set[str] = set()  # keys of which an upload may be left behind
         self._limit = AdaptiveLimit(settings.concurrency, self.client.clock)
+        self._reads = AdaptiveLimit(min(_READS, settings.concurrency), self.client.clock)
+
+    @property
+    def reads_at_once(self) -> int:
+        """Fewer while the store does not keep up."""
+        return self._reads.slots
 
     async def probe(self) -> Capabilities:
         self.capabilities = await probe(self.client, self._owner)
@@ -131,6 +138,17 @@ class S3Tier(Tier):
         return info
 
     async def read(self, key: str, offset: int, length: int) -> AsyncIterator[bytes]:
+        pieces = self._read(key, offset, length)
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        except Unavailable as error:
+            self._reads.failed(error)
+            raise
+        self._reads.kept_up()
+
+    async def _read(self, key: str, offset: int, length: int) -> AsyncGenerator[bytes, None]:
         if length == 0:
             if (info := await self.head(key)).size < offset:
                 raise Corrupt("the object is shorter than asked for", tier=self.name, key=key, size=info.size)
