@@ -190,7 +190,7 @@ def release_command(gateway: GatewayProcess, job: Job) -> list[str]:
     """Of what a verify puts into quarantine."""
     assert gateway.cli("verify", job.run, "7", check=False).returncode == 4
     (found,) = json.loads(gateway.cli("quarantine", "ls", "--json").stdout)
-    return ["quarantine", "release", found["id"]]
+    return ["quarantine", "release", found["id"], "--yes"]
 
 
 # Point between two acts of a command: what is damaged before it (last, where the cache's file goes), and the command.

@@ -29,9 +29,14 @@ class Credentials:
     gid: int
 
 
+def ask_who_sends(listener: socket.socket) -> None:
+    """From here on the kernel says of each message who sent it, over every connection that the listener takes: they inherit it.
+    Asked of a connection once it is there, it would come too late for a client that sends at once."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+
 def maker_of(connection: socket.socket) -> Credentials:
-    """Who connected. From here on the kernel also says who sends each message."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    """Who connected."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Credentials(*_CREDENTIALS.unpack(found))
 

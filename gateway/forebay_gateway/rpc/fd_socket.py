@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied
 from forebay_gateway.paths.lease import Leases, Peer
-from forebay_gateway.rpc.fd_peers import Credentials, check_may_connect, maker_of, receive, same
+from forebay_gateway.rpc.fd_peers import Credentials, ask_who_sends, check_may_connect, maker_of, receive, same
 from forebay_gateway.rpc.status import detail_of
 from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SOCKET_PATH_BYTES_MAX, fd_socket_path
 
@@ -44,6 +44,7 @@ class FdSocket:
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.setblocking(False)
+            ask_who_sends(listener)
             listener.bind(str(path))
             path.chmod(self._mode)  # before anybody can connect
             listener.listen(CONNECTIONS_MAX)
