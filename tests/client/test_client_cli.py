@@ -315,6 +315,22 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway, number:
     assert err == "forebay: interrupted: only the waiting ended, r/1 goes on to pfs by itself\n"
 
 
+def test_grpc_does_nothing_in_children_that_only_start_another_program() -> None:
+    """With its fork handlers one start in twenty-five died in them while calls were under way: movers, of a gateway."""
+    code = (
+        "import os, sys, forebay.cli\n"
+        "forebay.cli.app = type(sys)('forebay.cli.app')\n"
+        "def run(arguments):\n"
+        "    print(os.environ['GRPC_ENABLE_FORK_SUPPORT'], 'grpc' in sys.modules)\n"
+        "    return 0\n"
+        "forebay.cli.app.run = run\n"
+        "sys.modules['forebay.cli.app'] = forebay.cli.app\n"
+        "forebay.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0 False\n", done.stderr
+
+
 def test_a_closed_pipe_is_no_traceback(memory: MemoryGateway) -> None:
     with Client(memory.address) as client, client.checkpoint("r", 1) as ckpt:
         ckpt.put_many({f"shard-{number:06}": b"x" for number in range(3000)})
