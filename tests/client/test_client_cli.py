@@ -300,7 +300,11 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway, number:
             ckpt.put("a", b"x")
             ckpt.commit()
         # A shell's background job starts with SIGINT ignored, and so does everything below it: take the signal's own way back.
-        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from forebay.cli import main; main()"
+        # With nohup it is the same for SIGHUP.
+        code = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL); from forebay.cli import main; main()"
+        )
         command = [sys.executable, "-c", code, "--address", memory.address, "wait", "r", "1", "pfs"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             try:

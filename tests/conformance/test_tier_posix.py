@@ -102,6 +102,27 @@ async def test_root_that_went_away_is_unavailable_for_every_verb(posix: PosixTie
     assert (await posix.get_small("d/x"))[0] == b"1"
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_root_whose_mark_cannot_be_read_is_no_absence(
+    posix: PosixTier, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Both looks at the root that follow "no such file" can fail too: a disk that died in between."""
+    await posix.put_small("d/x", b"1")
+    looks, look = [0], posix.marker.check
+
+    def check() -> None:
+        looks[0] += 1
+        if looks[0] == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        look()
+
+    monkeypatch.setattr(posix.marker, "check", check)
+    with pytest.raises(Unavailable, match="EIO"):
+        await posix.head("d/none")
+    with pytest.raises(NotFound):
+        await posix.head("d/none")
+
+
 async def test_fresh_tier_takes_an_emptied_root_as_empty(posix: PosixTier, root: Path) -> None:
     await posix.put_small("d/x", b"1")
     shutil.rmtree(root)

@@ -117,11 +117,12 @@ class PosixTier(Tier):
                 return await self._bounded(act, key, work(), timeout_s)
             except FileNotFoundError:
                 await self._bounded(act, key, self._thread(self._look_afresh, key))
+            try:
                 return await self._bounded(act, key, work(), timeout_s)
-        except FileNotFoundError as error:
-            await self._bounded(act, key, self._thread(self._check_root))
-            raise NotFound("no such file", tier=self.name, key=key) from error
-        except OSError as error:
+            except FileNotFoundError as error:
+                await self._bounded(act, key, self._thread(self._check_root))
+                raise NotFound("no such file", tier=self.name, key=key) from error
+        except OSError as error:  # also of the looks at the root
             raise translate(error, self.name, key, act) from error
 
     def _check_root(self) -> None:
