@@ -63,10 +63,10 @@ ELSEWHERE = {
     "repair.file_marked": "integration/test_care_interrupts.py",
     "write.refused": "crash/test_failpoints_kill.py",
 }
-CHAIN = every([f"{name}=1" for name in failpoints() if name not in {*LEFT, *ELSEWHERE}] + LATER, 5)
+CHAIN = every([f"{name}=1" for name in failpoints() if name not in {*LEFT, *ELSEWHERE}] + LATER, 8)
 LINKS = 10  # of one chain: they share one gateway's disk
 # These lie in the writer, and in a fetch it is a mover that passes them.
-FETCH = every([name for name in failpoints() if name.startswith(("create.", "write.b", "seal."))], 3)
+FETCH = every([name for name in failpoints() if name.startswith(("create.", "write.b", "seal."))], 6)
 
 
 def test_the_source_is_read() -> None:
@@ -180,7 +180,7 @@ def passed(figures: dict[str, Any], *names: str) -> None:
 
 def test_a_kill_in_what_a_kill_has_left_loses_nothing(bench: Bench) -> None:
     with reported_kills("failpoints-left", bench) as figures:
-        left = every([*LEFT.items()], 3)
+        left = every([*LEFT.items()], 6)
         for step, (name, before) in enumerate(left, start=1):
             bench.gateway.start(failpoints=f"{before}=kill" if before else f"s3.upload_begun=kill;{name}=kill")
             job = Job(lambda step=step: save_and_wait(bench, step))  # type: ignore[misc]

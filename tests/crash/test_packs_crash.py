@@ -86,7 +86,7 @@ def test_a_group_that_was_cut_short_harms_none_before_it(bench: Bench, failpoint
     bench.check_settled({1})
 
 
-@pytest.mark.parametrize("cut", some([1, 4096, 5000, -4096], 5000, -4096))
+@pytest.mark.parametrize("cut", some([1, 4096, 5000, -4096], 5000))
 def test_a_torn_pack_is_dropped_and_what_was_acknowledged_before_stays(bench: Bench, cut: int) -> None:
     """Without its last bytes, or with too many: no footer stands where it should."""
     put_and_die(bench, "small.before_catalog")
@@ -192,7 +192,7 @@ def test_joined_packs_come_back_from_files_alone(bench: Bench) -> None:
     released(bench)
 
 
-@pytest.mark.parametrize("where", some(["head", "index", "data", "footer"], "index", "data"))
+@pytest.mark.parametrize("where", some(["head", "index", "data", "footer"], "data"))
 def test_a_flipped_bit_is_found_and_mended_from_a_tier(bench: Bench, where: str) -> None:
     bench.gateway.start()
     with bench.client() as client:

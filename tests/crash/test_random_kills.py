@@ -1,6 +1,6 @@
 """SIGKILL at random moments of a loaded gateway, again and again, and every promise looked at afterwards.
 
-Several threads save, restore and delete while two tiers drain and a small cache evicts. FOREBAY_CRASH_ROUNDS (default 4) says
+Several threads save, restore and delete while two tiers drain and a small cache evicts. FOREBAY_CRASH_ROUNDS (default 3) says
 how often the gateway is killed, FOREBAY_CRASH_SEED repeats a run's choices; the seed is printed.
 """
 
@@ -17,7 +17,7 @@ from crash.kit import Bench
 from crash.load import Load
 from soak.figures import reported
 
-ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "3"))
 
 
 @pytest.mark.timeout(120 + 30 * ROUNDS)

@@ -164,7 +164,7 @@ async def _awaited(act: Callable[[], Awaitable[object]]) -> None:
 def test_node_against_model() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    number, steps = (400, 60) if SOAK else (15, 35)
+    number, steps = (400, 60) if SOAK else (8, 35)
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         NodeAgainstModel, settings=settings(max_examples=number, stateful_step_count=steps, deadline=None)
     )
@@ -232,7 +232,7 @@ def test_simulation() -> None:
     """Seeds that are new each time in a soak; FOREBAY_SIM_SEED replays one."""
     length = 400 if SOAK else 120
     given = os.environ.get("FOREBAY_SIM_SEED")
-    seeds: Any = [int(given)] if given else ([random.randrange(1 << 32) for _ in range(200)] if SOAK else range(4))
+    seeds: Any = [int(given)] if given else ([random.randrange(1 << 32) for _ in range(200)] if SOAK else range(3))
     steps = crashes = 0
     for seed in seeds:
         world = asyncio.run(simulate(seed, length))
