@@ -319,6 +319,31 @@ def test_interrupt_ends_with_130_and_no_traceback(memory: MemoryGateway, number:
     assert err == "forebay: interrupted: only the waiting ended, r/1 goes on to pfs by itself\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_restore_that_is_ended_leaves_no_part_of_a_file(
+    memory: MemoryGateway, tmp_path: Path, number: signal.Signals
+) -> None:
+    with Client(memory.address) as client, client.checkpoint("r", 1) as ckpt:
+        ckpt.put("a", bytes(9 << 20))
+        ckpt.commit()
+    memory.fail("ReadShard", forebay.Unavailable("not now"), times=1000)  # it waits with its file open
+    target = tmp_path / "out"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from forebay.cli import main; main()"
+    command = [sys.executable, "-c", code, "--address", memory.address, "restore", "r", "1", str(target)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            deadline_s = time.monotonic() + 20
+            while not list(target.glob(".forebay-tmp-*")) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            assert list(target.glob(".forebay-tmp-*")), "it never began"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and err.startswith("forebay: interrupted: "), err
+    assert not target.exists()  # nor the directory that it had made
+
+
 def test_grpc_does_nothing_in_children_that_only_start_another_program() -> None:
     """With its fork handlers one start in twenty-five died in them while calls were under way: movers, of a gateway."""
     code = (
