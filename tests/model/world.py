@@ -29,7 +29,7 @@ from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, 
 from forebay_gateway.core.layout import manifest_key, shard_key
 from forebay_gateway.core.records import NamedShard, PartState
 from forebay_gateway.movers.jobs import ItemDone, ItemFailed, Job, JobDone, Progress, Setup, ToFront, UploadBegun
-from forebay_gateway.movers.pool import Reports
+from forebay_gateway.movers.pool import MoverProcess, Reports
 from forebay_gateway.movers.worker import JobRunner
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.complete import Completion
@@ -136,8 +136,11 @@ class MoversHere:
     def next_job_id(self) -> int:
         return next(self._ids)
 
-    def processes(self) -> list[Any]:
+    def processes(self) -> list[MoverProcess]:
         return []
+
+    def saves(self, under_way: bool) -> None:
+        self._runner.turn.saves(under_way)
 
     async def drain(self, tier: str, job: Job, reports: Reports) -> None:
         await self.fetch(job, reports)
@@ -246,7 +249,7 @@ class World:
         for name in TIERS:
             node.tiers[name] = MonitoredTier(self._tier(name), required=True, clock=clock)
         setup = Setup("model", str(self._cache), CHUNK, config.tiers, "error", "text")
-        node.movers = MoversHere(setup, lambda tier: self._tier(tier.name))  # type: ignore[assignment]
+        node.movers = MoversHere(setup, lambda tier: self._tier(tier.name))
         await recover(node)
         evictor, finder = Evictor(node), Finder(node)
         writes = WritePath(node, evictor)

@@ -18,7 +18,7 @@ from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
-from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.movers.pool import Movers
 from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -74,7 +74,7 @@ class Node:
     io: IoPool
     budget: Budget
     tiers: dict[str, MonitoredTier]  # in the order of the configuration: nearest first
-    movers: MoverPool
+    movers: Movers
     marks: MarkKeeper
     clean_mark: str = ""  # what the process before this one left at its orderly stop, see handover.py
     changes: Changes = field(default_factory=Changes)
