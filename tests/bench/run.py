@@ -8,6 +8,8 @@ cannot run here says why. Exit code: 0; 1 where a measurement failed, with --str
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import signal
 import sys
@@ -27,16 +29,18 @@ from bench.rows import CannotRun, Row, as_json, line, not_run, table
 
 FORMAT = "forebay-bench-1"
 GIB = 1 << 30
+SETTLE_S = 3.0  # what others have just ended may still write back
 
 
-def run(job: Job, measurements: Sequence[registry.Measurement]) -> Iterator[Row]:
+def run(job: Job, measurements: Sequence[registry.Measurement], lock: Path | None = None) -> Iterator[Row]:
     """Every row, as it is measured. What cannot run, or fails, becomes a row that says so; the others go on."""
     for measurement in measurements:
         yielded: set[str] = set()
         try:
-            for row in measurement.run(job):
-                yielded.add(row.name)
-                yield row
+            with _alone(lock):
+                for row in measurement.run(job):
+                    yielded.add(row.name)
+                    yield row
         except CannotRun as error:
             yield from _without_value(measurement, yielded, str(error), failed=False)
         except Exception as error:
@@ -44,6 +48,17 @@ def run(job: Job, measurements: Sequence[registry.Measurement]) -> Iterator[Row]
                 raise KeyboardInterrupt from error
             traceback.print_exc()
             yield from _without_value(measurement, yielded, f"{type(error).__name__}: {error}", failed=True)
+
+
+@contextlib.contextmanager
+def _alone(lock: Path | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        time.sleep(SETTLE_S)
+        yield
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -67,6 +82,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--readme", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="flock held while something is measured, for who shares the machine"
+    )
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk under test")
     parser.add_argument("--size-mib", type=int, help="of one side of a pair (default: 1536)")
     parser.add_argument("--pairs", type=int, help="default: 5")
@@ -139,7 +157,7 @@ def _measure(asked: argparse.Namespace, measurements: Sequence[registry.Measurem
         if job.quick:
             print("QUICK: less data and fewer pairs than the figures ask for; no result to quote")
         print(next(table(())), flush=True)
-        for row in run(job, measurements):
+        for row in run(job, measurements, asked.lock):
             rows.append(row)
             print(line(row), flush=True)
             if asked.json is not None:  # after each: what an interrupt cuts short has cost its time too
