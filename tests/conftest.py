@@ -62,6 +62,7 @@ class ExpectedLogs(logging.Handler):
 @pytest.fixture(autouse=True)
 def expected_logs(request: pytest.FixtureRequest) -> Iterator[ExpectedLogs]:
     """Fails the test on a WARNING or ERROR that was not allowed."""
+    gc.freeze()  # or what is there already is gone through after each test: a third of a second once all modules are loaded
     handler = ExpectedLogs()
     for marker in request.node.iter_markers("expected_logs"):
         handler.allow(*marker.args)
@@ -111,11 +112,11 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     deadline_s = time.monotonic() + _GRACE_S  # sockets close on threads of their own
     while True:
-        gc.collect()
         left = [f"process {pid}: {command}" for pid, command in _children().items() if pid not in children]
         left += [f"descriptor {entry}" for entry in _open_files() if entry not in files]
         if not left or time.monotonic() > deadline_s:
             break
+        gc.collect()
         time.sleep(0.05)
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
