@@ -89,7 +89,7 @@ def test_answers(code: str, status: int, kind: type[ForebayError]) -> None:
         (TimeoutError(), Unavailable),
         (RuntimeError("an answer nobody understands"), Unavailable),
         (NoCredentialsError(), PermissionDenied),
-        (FlexibleChecksumError(error_msg="x"), Corrupt),
+        (FlexibleChecksumError(error_msg="x"), Unavailable),
         (ParamValidationError(report="x"), InvalidArgument),
         (ValueError("Invalid endpoint"), InvalidArgument),
     ],

@@ -122,8 +122,8 @@ def translate(error: Exception, tier: str, key: str, operation: str, wall_s: flo
         return _from_answer(error.response, where, wall_s)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return PermissionDenied("no credentials in the AWS chain", **where, cause=str(error))
-    if isinstance(error, FlexibleChecksumError):
-        return Corrupt("received bytes do not match the object store's checksum", **where)
+    if isinstance(error, FlexibleChecksumError):  # botocore looks at CRC32C itself where awscrt is installed
+        return Unavailable("what arrived does not match the object store's own checksum of it", **where)
     if isinstance(error, ParamValidationError | ValueError):
         return InvalidArgument("the request cannot be made", **where, cause=" ".join(str(error).split()))
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
