@@ -63,10 +63,10 @@ ELSEWHERE = {
     "repair.file_marked": "integration/test_care_interrupts.py",
     "write.refused": "crash/test_failpoints_kill.py",
 }
-CHAIN = every([f"{name}=1" for name in failpoints() if name not in {*LEFT, *ELSEWHERE}] + LATER, 8)
+CHAIN = every([f"{name}=1" for name in failpoints() if name not in {*LEFT, *ELSEWHERE}] + LATER, 14)
 LINKS = 10  # of one chain: they share one gateway's disk
 # These lie in the writer, and in a fetch it is a mover that passes them.
-FETCH = every([name for name in failpoints() if name.startswith(("create.", "write.b", "seal."))], 6)
+FETCH = every([name for name in failpoints() if name.startswith(("create.", "write.b", "seal."))], 12)
 
 
 def test_the_source_is_read() -> None:
@@ -180,7 +180,7 @@ def passed(figures: dict[str, Any], *names: str) -> None:
 
 def test_a_kill_in_what_a_kill_has_left_loses_nothing(bench: Bench) -> None:
     with reported_kills("failpoints-left", bench) as figures:
-        left = every([*LEFT.items()], 6)
+        left = every([*LEFT.items()], 7)
         for step, (name, before) in enumerate(left, start=1):
             bench.gateway.start(failpoints=f"{before}=kill" if before else f"s3.upload_begun=kill;{name}=kill")
             job = Job(lambda step=step: save_and_wait(bench, step))  # type: ignore[misc]
@@ -250,7 +250,7 @@ def test_a_kill_where_an_aborted_shard_is_dropped_leaves_nothing(bench: Bench) -
         bench.check_settled({1})
 
 
-@pytest.mark.parametrize("name", some(FRESH, "durable.before_fsync", "durable.before_link", "posix.document_replaced"))
+@pytest.mark.parametrize("name", some(FRESH, "durable.before_link", "posix.document_replaced"))
 def test_a_kill_at_the_very_first_start_is_forgotten(bench: Bench, name: str) -> None:
     with reported_kills(f"failpoints-first-{name}", bench) as figures:
         bench.gateway.start(failpoints=f"{name}=kill", ready=False)
@@ -277,7 +277,7 @@ def test_a_kill_of_the_mover_in_a_fetch_leaves_nothing(bench: Bench) -> None:
         bench.check_settled({1})
 
 
-@pytest.mark.parametrize("name", ["read.before_open", "read.before_chunk"])
+@pytest.mark.parametrize("name", some(["read.before_open", "read.before_chunk"], "read.before_chunk"))
 def test_a_kill_of_the_gateway_in_a_read_changes_nothing(make_bench: Callable[..., Bench], name: str) -> None:
     bench = make_bench(soft=0.5)
     prepare(bench)

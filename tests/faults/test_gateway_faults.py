@@ -104,7 +104,7 @@ def _s3_cells() -> list[tuple[str, Kind]]:
         if call not in kind.but and (not kind.only or call in kind.only) and kind.name not in ("slow", "etag", "damage")
     ]
     third = found[::3]
-    return third if SOAK else third[::7]
+    return third if SOAK else third[::12]
 
 
 @pytest.mark.s3
@@ -196,7 +196,7 @@ def _posix_cells() -> list[tuple[str, str]]:
     found = [(call, action) for call in calls for action in ("EIO", "ENOSPC", "EDQUOT", "ESTALE", "hang")]
     found = [each for each in found if not (each[0] in ("pread", "unlink") and each[1] in ("ENOSPC", "EDQUOT"))]
     found += [("pwrite", "short"), ("pread", "short"), ("pread", "flip")]
-    return found if SOAK else found[::7]
+    return found if SOAK else found[::12]
 
 
 @pytest.mark.parametrize(("call", "action"), _posix_cells())

@@ -37,6 +37,7 @@ from integration.kit import (
     part_ref,
     some_bytes,
 )
+from soak.form import every, some
 
 MIB = 1 << 20
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 12_345)
@@ -79,7 +80,7 @@ def test_a_snapshot_that_is_damaged_while_it_waits_is_found(gateway: GatewayProc
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-@pytest.mark.parametrize("chunk_size", ["64KiB", "4MiB", "16MiB"])
+@pytest.mark.parametrize("chunk_size", some(["64KiB", "4MiB", "16MiB"], "64KiB"))
 @pytest.mark.usefixtures("no_streams")
 def test_every_size_from_every_memory_into_every_memory(make: MakeGateway, chunk_size: str, direct_io: str) -> None:
     gateway = make(cache_keys=f'chunk_size = "{chunk_size}"\ndirect_io = "{direct_io}"').start()
@@ -311,7 +312,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", every(POINTS, 2))
 def test_a_gateway_that_is_killed_in_the_middle(make: MakeGateway, point: str) -> None:
     """The SDK begins again; the file of the first try is gone, or, if it was sealed, acknowledged once more."""
     gateway = make()
@@ -607,7 +608,7 @@ def _into(client: forebay.Client, target: memoryview) -> bytes:
 
 
 @pytest.mark.parametrize("how", READS)
-@pytest.mark.parametrize("offset", [0, 5 * MIB + 17, len(BIG) - 1])
+@pytest.mark.parametrize("offset", some([0, 5 * MIB + 17, len(BIG) - 1], 5 * MIB + 17))
 def test_damage_in_the_cache_is_not_handed_out(make: MakeGateway, tmp_path: Path, how: str, offset: int) -> None:
     """The bytes come from the tier, and the cache's copy is quarantined: the gateway has seen the damage too."""
     gateway = make(cache_keys='chunk_size = "64KiB"\nrepair = "ask"').start()
@@ -619,7 +620,7 @@ def test_damage_in_the_cache_is_not_handed_out(make: MakeGateway, tmp_path: Path
         assert READS[how](client, tmp_path / "out") == BIG
 
 
-@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("how", some([*READS], "readinto", "restore_dir"))
 def test_what_was_evicted_is_fetched_and_then_read(gateway: GatewayProcess, tmp_path: Path, how: str, no_streams: None) -> None:
     saved(gateway)
     gateway.cli("evict", "r", "1", "--yes")
