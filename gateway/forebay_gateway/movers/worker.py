@@ -93,6 +93,8 @@ class Mover:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.close()
         self._writer.close()
+        with contextlib.suppress(OSError):  # the front has gone, and what was still to be told to it with it
+            await self._writer.wait_closed()
 
     def _ended(self, job_id: int, _task: asyncio.Task[None]) -> None:
         self._jobs.pop(job_id, None)
