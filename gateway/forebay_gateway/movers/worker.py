@@ -252,9 +252,13 @@ class Yielding:
         self.chunk_crcs = source.chunk_crcs
 
     async def read_chunk(self, index: int) -> memoryview:
-        """As the source's."""
+        """As the source's; what is wrong with it is said to be the cache's, not the tier's."""
         await self._turn.mine()
-        return await self._source.read_chunk(index)
+        try:
+            return await self._source.read_chunk(index)
+        except Corrupt as error:
+            error.details["where"] = "cache"
+            raise
 
 
 class Expected:
