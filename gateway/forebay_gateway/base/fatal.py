@@ -6,8 +6,11 @@ what the next start makes of it is not its business. SIGKILL, power loss and err
 
 import contextlib
 import faulthandler
+import logging
 from pathlib import Path
 from typing import BinaryIO
+
+log = logging.getLogger("forebay.fatal")
 
 _TEXT_MAX = 4096
 
@@ -28,8 +31,12 @@ def left(path: Path) -> str:
 
 def arm(path: Path) -> None:
     """From now on this process leaves its last word at `path`, which is emptied. Where Python's own report is asked for
-    (PYTHONFAULTHANDLER, a test runner), that stands. Blocking."""
-    file = path.open("wb", buffering=0)
+    (PYTHONFAULTHANDLER, a test runner), that stands; where the file cannot be made, there is none. Blocking."""
+    try:
+        file = path.open("wb", buffering=0)
+    except OSError as error:
+        log.warning("a fatal signal would leave no note path=%s error=%s", path, error)
+        return
     if faulthandler.is_enabled() and _Armed.file is None:
         file.close()
         return
