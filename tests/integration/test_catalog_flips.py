@@ -25,8 +25,7 @@ from soak.form import SOAK
 ROUNDS = int(os.environ.get("FOREBAY_FLIPS", "300")) if SOAK else 0
 SEED = int(os.environ.get("FOREBAY_SEED", "20261202"))
 STARTS_MAX = 3  # what a supervisor would try before it gives up
-# What stands for the sweep in the short form: (kind of place, bytes behind its begin, bit).
-STANDING = ["branch page: entry's head", "value of copies", "value of databases"]
+STANDING = ["value of copies", "value of databases"]  # kinds of places, for the sweep in the short form
 RUNS = {"team/drained": "s1", "team/waiting": "s2", "team/packs": "s3"}
 STEP = 7
 
