@@ -337,7 +337,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something left over on a tier: `kind` is "upload", "superseded" or "foreign"; only what is `deletable` ever goes.
+    """Something left over on a tier: `kind` is "upload", "lock", "superseded" or "foreign"; only what is `deletable` ever goes.
 
     With `kind` "not_asked" it is a tier (`where`) that could not be asked, or not for all, and `what` says why.
     """

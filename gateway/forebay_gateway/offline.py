@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway, open_node
-from forebay_gateway.cache.layout import CacheDir, FoundFile
+from forebay_gateway.cache.layout import CATALOG, CacheDir, FoundFile
 from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems
+from forebay_gateway.catalog.trial import trial
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
 from forebay_gateway.paths.care.finding import Finding
@@ -101,6 +102,8 @@ async def _opened(config: Config, source: str) -> AsyncIterator[Node]:
 
 async def _fsck(config: Config, source: str, deep: bool) -> list[dict[str, Any]]:
     try:
+        if why := await trial(Path(config.cache.path) / CATALOG):  # by a process of its own: opening it could end this one
+            return [_plain(_damaged(why))]
         async with _opened(_with_rebuild(config, "ask"), source) as node:
             evictor = Evictor(node)
             checker = Checker(node, evictor, Collector(node, Retention(node, Finder(node))), serving=False)
@@ -164,10 +167,10 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun:
 
 async def _damage(path: Path, config: Config) -> str:
     """Why the catalog cannot be used; every row is read, and compared with what hangs on it."""
-    if why := await asyncio.to_thread(damage_note, path):
+    if why := await asyncio.to_thread(damage_note, path) or await trial(path / CATALOG):
         return why
     try:
-        catalog = await Catalog.open(path / "catalog", tiers=[tier.name for tier in config.tiers], node=config.node.id)
+        catalog = await Catalog.open(path / CATALOG, tiers=[tier.name for tier in config.tiers], node=config.node.id)
     except CatalogDamaged as error:
         return str(error)
     try:

@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from catalog.kit import TIERS, begin, commit, dump, opened, put, sealed
-from forebay_gateway.catalog import Catalog, CatalogDamaged, WriteTxn, pages, schema, storage
+from forebay_gateway.catalog import Catalog, CatalogDamaged, WriteTxn, pages, schema, storage, structure
 from forebay_gateway.core.errors import DiskFull, StartupError, Unavailable
 from forebay_gateway.core.records import SessionRow, ShardKey
 
@@ -361,11 +361,11 @@ async def test_the_walk_finds_every_page_that_lmdb_counts(data_file: Path) -> No
         seen.add(offset // PAGE)
         return reads(fd, length, offset)
 
-    pages.os.pread, restore = counting, reads  # type: ignore[assignment]
+    structure.os.pread, restore = counting, reads  # type: ignore[assignment]
     try:
-        pages._walk(descriptor, pages._newest_meta(descriptor))
+        structure.check_trees(descriptor, pages.newest_meta(descriptor))
     finally:
-        pages.os.pread = restore
+        structure.os.pread = restore
         os.close(descriptor)
     with lmdb.open(str(data_file.parent), max_dbs=40, readonly=True) as opened_env:
         expected = overflow = 0
@@ -430,7 +430,7 @@ async def test_damage_met_while_reading_is_named(tmp_path: Path) -> None:
 def newest_last_page(data_file: Path) -> int:
     descriptor = os.open(data_file, os.O_RDONLY)
     try:
-        return pages._newest_meta(descriptor).last_page
+        return pages.newest_meta(descriptor).last_page
     finally:
         os.close(descriptor)
 

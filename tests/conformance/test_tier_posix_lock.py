@@ -5,12 +5,16 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import AlreadyExists, Unavailable
 from forebay_gateway.tiers.posix.lock import lock_path, try_lock
@@ -160,4 +164,96 @@ async def test_what_a_kill_left_of_a_lock_s_making_is_swept(root: Path, monkeypa
     assert len(list((root / "d").iterdir())) == 2
     await tier.sweep("d/doc")
     assert [path.name for path in (root / "d").iterdir()] == ["doc"]
+    await tier.close()
+
+
+REPLACE = """
+import asyncio, pathlib, sys
+from forebay_gateway.tiers.posix.tier import PosixTier
+
+async def main():
+    tier = PosixTier("pfs", pathlib.Path(sys.argv[1]), owner=sys.argv[2])
+    await tier.probe()
+    info = await tier.put_small("d/doc", b"1")
+    await tier.put_small("d/doc", b"2", if_match=info.tag)
+
+asyncio.run(main())
+"""
+
+
+def _killed_while_replacing(root: Path, owner: str) -> Path:
+    """The lock of d/doc, whose owner died right after the replacement; the first replacement is the probe's."""
+    environment = {**os.environ, "FOREBAY_FAILPOINTS": "posix.document_replaced=2*kill"}
+    done = subprocess.run([sys.executable, "-c", REPLACE, str(root), owner], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert (root / "d" / "doc").read_bytes() == b"2"
+    lock = lock_path(root / "d" / "doc")
+    assert lock.exists()
+    return lock
+
+
+@pytest.fixture
+async def after_a_kill(root: Path) -> AsyncIterator[tuple[Path, PosixTier, PosixTier]]:
+    """The lock that node-a was killed with; its next process's tier, and another node's."""
+    lock = _killed_while_replacing(root, "node-a")
+    own, other = (PosixTier("pfs", root, owner=owner) for owner in ("node-a", "node-b"))
+    for tier in (own, other):
+        await tier.probe()
+    yield lock, own, other
+    for tier in (own, other):
+        await tier.close()
+
+
+async def test_a_lock_of_a_killed_owner_goes_with_its_node_s_next_sweep(
+    after_a_kill: tuple[Path, PosixTier, PosixTier],
+) -> None:
+    lock, own, other = after_a_kill
+    await other.sweep("d/doc")
+    assert lock.exists()  # to another node it is in time
+    assert await other.leftovers("d") == ()
+    with pytest.raises(Unavailable, match="held"):
+        await other.abort_upload("d/doc", lock.name)
+    ((found),) = await own.leftovers("d")
+    assert (found.id, found.is_lock) == (lock.name, True)
+    await own.sweep("d/doc")
+    assert [path.name for path in lock.parent.iterdir()] == ["doc"]
+
+
+async def test_a_lock_that_ran_out_goes_with_any_node_s_sweep(after_a_kill: tuple[Path, PosixTier, PosixTier]) -> None:
+    lock, _, other = after_a_kill
+    then = lock.stat().st_mtime - 3600
+    os.utime(lock, (then, then))
+    claim = lock.with_name(f"{lock.name}.{json.loads(lock.read_bytes())['token']}")
+    shutil.copy2(lock, claim)  # of one that died while it took it over
+    assert {found.id for found in await other.leftovers("d")} == {lock.name, claim.name}
+    await other.sweep("d/doc")
+    await other.sweep("d/doc")  # whichever of the two the first met first
+    assert [path.name for path in lock.parent.iterdir()] == ["doc"]
+
+
+async def test_a_killed_node_s_own_lock_is_not_waited_for(after_a_kill: tuple[Path, PosixTier, PosixTier]) -> None:
+    lock, own, _ = after_a_kill
+    info = await own.head("d/doc")
+    await asyncio.wait_for(own.put_small("d/doc", b"3", if_match=info.tag), 10)
+    assert [path.name for path in lock.parent.iterdir()] == ["doc"]
+
+
+async def test_a_left_lock_keeps_no_directory(after_a_kill: tuple[Path, PosixTier, PosixTier]) -> None:
+    lock, own, _ = after_a_kill
+    await own.delete("d/doc")
+    assert not lock.parent.exists()
+
+
+async def test_a_lock_that_this_process_holds_stays(root: Path) -> None:
+    tier = PosixTier("pfs", root, owner="node-a")
+    await tier.probe()
+    info = await tier.put_small("d/doc", b"1")
+    with failpoints.armed("posix.document_replaced=sleep:0.6"):
+        replacing = asyncio.create_task(tier.put_small("d/doc", b"2", if_match=info.tag))
+        while (root / "d" / "doc").read_bytes() == b"1":
+            await asyncio.sleep(0.02)
+        await tier.sweep("d/doc")
+        assert lock_path(root / "d" / "doc").exists()
+        assert await tier.leftovers("d") == ()
+        await replacing
     await tier.close()

@@ -184,28 +184,32 @@ class DiskBench(Trainer):
     def __init__(
         self, directory: Path, disk: Path, *, tier: Path | None = None, capacity: str = "64MiB", cache_keys: str = ""
     ) -> None:
-        self.pfs = tier or directory / "pfs"
-        self.pfs.mkdir(exist_ok=True)
+        pfs = tier or directory / "pfs"
+        pfs.mkdir(exist_ok=True)
         gateway = GatewayProcess(
             directory,
             NODE,
-            [posix_tier(self.pfs)],
+            [posix_tier(pfs)],
             capacity=capacity,
             cache_keys=f'chunk_size = "1MiB"\ncatalog_reserve = "1MiB"\n{cache_keys}',
             cache=disk / "cache",
         )
-        super().__init__(gateway, ("pfs",))
+        super().__init__(gateway, ("pfs",), pfs)
 
     def check_settled(self, steps: Iterable[int]) -> None:
-        """Drained, bit-exact at both levels; then an ordered end, and nothing on the disk that the catalog does not know."""
+        """Drained, bit-exact at both levels; then an ordered end, and nothing on the disk that the catalog does not know, and
+        nothing on the tier that no checkpoint owns."""
+        steps = set(steps)
         with self.client() as client:
             for step in sorted(steps):
                 client.wait(RUN, step, "pfs", timeout=60)
                 for source in ("pfs", "auto"):
                     self.compare(client, step, source)
             self.check_queue_empty(client)
+            self.await_deletions(steps)
         assert self.gateway.terminate() == 0
         self.check_disk()
+        self.check_tiers(steps)
 
     def kill(self) -> None:
         """SIGKILL, and wait until its movers have gone as well: they have files open."""

@@ -92,9 +92,10 @@ class Leaks:
 class Trainer:
     """A job against one gateway, what it was told, and the look at the gateway's disk and catalog."""
 
-    def __init__(self, gateway: GatewayProcess, tiers: tuple[str, ...]) -> None:
+    def __init__(self, gateway: GatewayProcess, tiers: tuple[str, ...], pfs: Path) -> None:
         self.gateway = gateway
         self.tiers = tiers
+        self.pfs = pfs
         self.log = Log()
         self.leaks = Leaks()
 
@@ -259,6 +260,51 @@ class Trainer:
             for path in (self.cache / "data").glob("*/*.shard")
         }
 
+    # -- what is left on the tiers ---------------------------------------------------------------------------------------
+
+    def check_tiers(self, steps: Iterable[int]) -> None:
+        """Nothing half done, and nothing but these checkpoints' files."""
+        uploads = self.uploads()
+        self.leaks.uploads += uploads
+        left = {str(path) for path in (*self.pfs.rglob(f"{TEMP}*"), *self.pfs.glob(".forebay/probe/*"))}
+        wanted = set().union(*(self._files_of(step) for step in steps))
+        for names in self.on_tiers():
+            there = {name for name in names if not name.startswith(".forebay/")}
+            assert wanted <= there, wanted - there
+            left |= there - wanted
+            self.leaks.looked_at += len(there)
+        self.leaks.files += sorted(left)
+        assert (uploads, left) == ([], set())
+
+    def _files_of(self, step: int) -> set[str]:
+        """Keys of the checkpoint's shards and documents, by its manifest, which must name what was acknowledged."""
+        manifest = Manifest.from_json((self.pfs / manifest_key(RUN, step)).read_bytes())
+        assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
+        shards = {shard_key(RUN, step, SESSION, file.name) for _, file, _ in manifest.files()}
+        return shards | {part_key(RUN, step, SESSION, 0), manifest_key(RUN, step)}
+
+    def await_deletions(self, steps: Iterable[int]) -> None:
+        """Until no other steps than these have anything on a tier: a deletion goes on after its answer."""
+        wanted = {step_dir(RUN, step) for step in steps}
+        until(lambda: self.steps_on_tiers() == wanted, "what was deleted is gone")
+
+    def steps_on_tiers(self) -> set[str]:
+        names = set().union(*self.on_tiers())
+        return {"/".join(name.split("/")[:3]) for name in names if not name.startswith(".forebay/")}
+
+    def on_tiers(self) -> list[set[str]]:
+        """Keys of all files, for each tier."""
+        return [self.files_on_pfs()]
+
+    def files_on_pfs(self) -> set[str]:
+        return {str(path.relative_to(self.pfs)) for path in self.pfs.rglob("*") if path.is_file() and not path.is_symlink()} - {
+            str(path.relative_to(self.pfs)) for path in self.pfs.rglob("current/**/*")
+        }
+
+    def uploads(self) -> list[str]:
+        """Multipart uploads that were begun and not ended; a directory knows none."""
+        return []
+
 
 class Bench(Trainer):
     """One node with a POSIX and an S3 tier of its own."""
@@ -278,7 +324,7 @@ class Bench(Trainer):
             cache_keys=f'chunk_size = "1MiB"\nsoft = {soft}',
             environment=server.environment,
         )
-        super().__init__(gateway, TIERS)
+        super().__init__(gateway, TIERS, self.pfs)
 
     def check_settled(self, steps: set[int]) -> None:
         """Everything drained and bit-exact at every level; then the process ends in order, and disks and tiers are clean."""
@@ -290,41 +336,13 @@ class Bench(Trainer):
             self.check_queue_empty(client)
             assert client.latest(RUN) == max(steps)
             assert [found.step for found in listed(client)] == sorted(steps)
-            wanted = {step_dir(RUN, step) for step in steps}
-            until(lambda: self.steps_on_tiers() == wanted, "what was deleted is gone")
+            self.await_deletions(steps)
         assert self.gateway.terminate() == 0
         self.check_disk()
         self.check_tiers(steps)
 
-    def check_tiers(self, steps: set[int]) -> None:
-        """Nothing half done, and nothing but these checkpoints' files."""
-        uploads = self.uploads()
-        self.leaks.uploads += uploads
-        left = {str(path) for path in (*self.pfs.rglob(f"{TEMP}*"), *self.pfs.glob(".forebay/probe/*"))}
-        wanted = set().union(*(self._files_of(step) for step in steps))
-        for names in (self.files_on_pfs(), self.objects()):
-            there = {name for name in names if not name.startswith(".forebay/")}
-            assert wanted <= there, wanted - there
-            left |= there - wanted
-            self.leaks.looked_at += len(there)
-        self.leaks.files += sorted(left)
-        assert (uploads, left) == ([], set())
-
-    def _files_of(self, step: int) -> set[str]:
-        """Keys of the checkpoint's shards and documents, by its manifest, which must name what was acknowledged."""
-        manifest = Manifest.from_json((self.pfs / manifest_key(RUN, step)).read_bytes())
-        assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
-        shards = {shard_key(RUN, step, SESSION, file.name) for _, file, _ in manifest.files()}
-        return shards | {part_key(RUN, step, SESSION, 0), manifest_key(RUN, step)}
-
-    def steps_on_tiers(self) -> set[str]:
-        names = self.files_on_pfs() | self.objects()
-        return {"/".join(name.split("/")[:3]) for name in names if not name.startswith(".forebay/")}
-
-    def files_on_pfs(self) -> set[str]:
-        return {str(path.relative_to(self.pfs)) for path in self.pfs.rglob("*") if path.is_file() and not path.is_symlink()} - {
-            str(path.relative_to(self.pfs)) for path in self.pfs.rglob("current/**/*")
-        }
+    def on_tiers(self) -> list[set[str]]:
+        return [self.files_on_pfs(), self.objects()]
 
     def objects(self) -> set[str]:
         return set(self.versions())

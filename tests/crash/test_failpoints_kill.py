@@ -50,6 +50,7 @@ LEFT = {
 }
 # Points that no life passes by itself, and the tests that do.
 ELSEWHERE = {
+    "delete.superseded_marked": "integration/test_care_interrupts.py",
     "durable.before_link": "crash/test_failpoints_kill.py",
     "handover.mark_taken": "crash/test_failpoints_kill.py",
     "handover.token_left": "crash/test_failpoints_kill.py",

@@ -186,6 +186,14 @@ COMMANDS = [
     "scrub", "fsck", "repair", "gc", "quarantine", "save", "restore", "config", "export", "top", "nonsense", "--version",
     "--help",
 ]  # fmt: skip
+# These only say what they would do unless told, and with arguments taken at random hardly ever are.
+TOLD_TO_DO_IT = [
+    ["evict", "team/run", "1", "--yes"],
+    ["rm", "team/run", "1", "--yes"],
+    ["quarantine", "release", "1-2", "--yes"],
+    ["gc", "--apply"],
+    ["repair", "--apply"],
+]
 ARGUMENTS = [
     "--json", "--force", "--yes", "-h", "--config", "/nowhere.toml", "run", "team/run", "../x", "", "1", "-1", "latest", "1e9",
     "99999999999999999999999", "--wait", "all", "--timeout", "nan", "inf", "--step", "--run", "/nowhere", "hold", "show", "ls",
@@ -196,7 +204,8 @@ ARGUMENTS = [
 def command_line(data: bytes) -> None:
     """Any arguments, no gateway: one clear line and a code of the contract, never a traceback."""
     chance = random.Random(data)
-    arguments = [chance.choice(COMMANDS), *(chance.choice(ARGUMENTS) for _ in range(chance.randrange(5)))]
+    begin = chance.choice(TOLD_TO_DO_IT) if chance.random() < 0.2 else [chance.choice(COMMANDS)]
+    arguments = [*begin, *(chance.choice(ARGUMENTS) for _ in range(chance.randrange(5)))]
     if chance.random() < 0.3:
         arguments.append(data.decode("utf-8", "replace"))
     out, error = io.StringIO(), io.StringIO()

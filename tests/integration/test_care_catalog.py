@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import forebay
+from catalog.places import flip_bit, places
 from forebay.demo.gateways import GatewayProcess
 from integration.conftest import MakeGateway
 from integration.kit import SMALL_CHUNKS, Job, assert_clear_line, assert_refused, cache_files, eventually, flip_byte
@@ -120,6 +122,34 @@ def test_it_is_asked_for(
     gateway.start()
     job.assert_restores(gateway, tmp_path / "restored", source="cache")
     assert [alarm for alarm in gateway.status()["alarms"] if "writer" not in alarm["what"]] == []
+
+
+def test_a_page_that_kills_the_process_kills_it_once(
+    make: MakeGateway, gateway: GatewayProcess, job: Job, tmp_path: Path
+) -> None:
+    """LMDB ends the process where a page that every start reads is of another kind than it can be."""
+    gateway = make(cache_keys=f'{SMALL_CHUNKS}\nrebuild = "ask"')
+    another_kind(gateway, "tiers")
+    assert [entry["kind"] for entry in offline_fsck(gateway)] == ["catalog_damaged"]  # whoever looks first does not die of it
+    gateway.start(ready=False)
+    assert gateway.wait_exit() == -signal.SIGABRT
+    for _ in range(2):
+        gateway.start(ready=False)
+        assert gateway.wait_exit() == 1
+        refusal = gateway.tail().strip().splitlines()[-1]
+        assert "died of a fatal signal" in refusal and f"forebay rebuild --config {gateway.config} --apply" in refusal
+    gateway = make()  # the same cache, with rebuild = "auto"
+    gateway.start()
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+    assert [alarm for alarm in gateway.status()["alarms"] if "died of a fatal signal" in alarm["what"]]
+    assert gateway.cli("fsck", check=False).returncode == 0
+    assert (gateway.cache / "FATAL").read_bytes() == b""
+
+
+def another_kind(gateway: GatewayProcess, database: str) -> None:
+    """The page of a database that has one entry becomes a branch, by its flags."""
+    ((at, _),) = places(data_file(gateway))[f"key of {database}"]
+    flip_bit(data_file(gateway), at // 4096 * 4096 + 10, 0)
 
 
 def offline_fsck(gateway: GatewayProcess, *arguments: str) -> Any:

@@ -4,19 +4,16 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import forebay
-from forebay.types import Finding
 from forebay_gateway.cache.footer import BLOCK, align
 from forebay_gateway.core.layout import manifest_key, part_key
-from integration.conftest import Bucket
-from integration.kit import CHUNK, Cluster, Job, cache_file_of, eventually, flip_byte
+from integration.care_kit import FlipCount, Pair, fsck, quarantine_ids, read_back, repair, scrub, verdicts
+from integration.kit import CHUNK, Job, cache_file_of, eventually
 from soak.figures import reported
 
-Pair = Cluster[Bucket]
 NAME = "rank0/model.bin"
 CACHE_PLACES = {
     "data": lambda size: 5 * CHUNK + 7,
@@ -27,14 +24,8 @@ CACHE_PLACES = {
 }
 
 
-class Flips:
-    """Of all tests here: bits that were flipped, and those that somebody told of."""
-
-    made = found = 0
-
-    @classmethod
-    def figures(cls) -> dict[str, Any]:
-        return {"flips_made": cls.made, "flips_found": cls.found}
+class Flips(FlipCount):
+    """Of all tests here."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,8 +35,7 @@ def figures() -> Iterator[None]:
 
 
 def flip(path: Path, offset: int) -> None:
-    flip_byte(path, offset)
-    Flips.made += 1
+    Flips.flip(path, offset)
 
 
 @pytest.fixture
@@ -57,46 +47,6 @@ def saved(pair: Pair, job: Job) -> Iterator[Job]:
     yield job
     with forebay.Client(pair.a.address) as client, contextlib.suppress(forebay.NotFound):
         client.delete(job.run, job.step, force=True)
-
-
-def fsck(pair: Pair, job: Job, *, deep: bool = False) -> list[Finding]:
-    """What fsck says of this job's run, errors alone."""
-    with forebay.Client(pair.a.address) as client:
-        return [found for found in client.care.fsck(deep=deep) if found.run == job.run and found.severity == "error"]
-
-
-def repair(pair: Pair, job: Job, *, deep: bool = False) -> list[Finding]:
-    """Repaired, of this job's run."""
-    with forebay.Client(pair.a.address) as client:
-        return [found for found in client.care.repair(apply=True, deep=deep) if found.run == job.run]
-
-
-def verdicts(pair: Pair, job: Job, source: str = "all") -> dict[tuple[str, str], str]:
-    """What verify says of each copy that is not good."""
-    with forebay.Client(pair.a.address) as client:
-        reports = list(client.care.verify(job.run, job.step, source))
-    assert reports
-    return {(report.name, report.where): report.state for report in reports if report.state != "good"}
-
-
-def scrub(pair: Pair) -> Any:
-    """A whole pass; its figures."""
-    with forebay.Client(pair.a.address) as client:
-        before = eventually(lambda: client.care.scrub(), lambda now: now.state != "running")
-        client.care.scrub("start")
-        return eventually(lambda: client.care.scrub(), lambda now: now.passes > before.passes)
-
-
-def read_back(pair: Pair, tier: str) -> Any:
-    """A whole reading back of one tier; its figures."""
-
-    def now(client: forebay.Client) -> Any:
-        return next(each for each in client.care.scrub().tiers if each.tier == tier)
-
-    with forebay.Client(pair.a.address) as client:
-        before = eventually(lambda: now(client), lambda each: each.state != "running")
-        client.care.scrub("start", tier)
-        return eventually(lambda: now(client), lambda each: each.passes > before.passes)
 
 
 def flip_in_cache(pair: Pair, job: Job, place: str) -> None:
@@ -134,14 +84,11 @@ def test_a_bit_in_a_cache_file(pair: Pair, saved: Job, tmp_path: Path, place: st
 
 
 def damage_pfs(pair: Pair, key: str, offset: int) -> None:
-    flip(pair.root / key, offset)
+    Flips.on_pfs(pair, key, offset)
 
 
 def damage_object(pair: Pair, key: str, offset: int) -> None:
-    data = bytearray(pair.bucket.get(key))
-    data[offset] ^= 1
-    pair.bucket.put(key, bytes(data))
-    Flips.made += 1
+    Flips.on_object(pair, key, offset)
 
 
 TIERS = {"pfs": damage_pfs, "object": damage_object}
@@ -261,12 +208,6 @@ def cache_file_of_length(pair: Pair, job: Job) -> bool:
     """Whether a file of the large shard (all but the flipped bit) is in the cache."""
     head = job.shards(0)[NAME][:CHUNK]
     return any(path.read_bytes()[:CHUNK] == head for path in pair.a.cache.glob("data/*/*.shard"))
-
-
-def quarantine_ids(pair: Pair, job: Job) -> dict[str, str]:
-    """Where: id."""
-    found = json.loads(pair.a.cli("quarantine", "ls", "--json").stdout)
-    return {entry["where"]: entry["id"] for entry in found if entry["run"] == job.run}
 
 
 def test_release_where_a_good_copy_is(pair: Pair, saved: Job) -> None:

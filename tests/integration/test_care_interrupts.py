@@ -147,6 +147,7 @@ def test_ctrl_c_where_nothing_is_changed(make: MakeGateway, command: list[str]) 
 
 
 KILLS = {
+    "gc, before anything goes": ("delete.superseded_marked=kill", lambda patient: GC),
     "gc": ("delete.files_gone=kill", lambda patient: GC),
     "quarantine release": ("evict.before_catalog=kill", lambda patient: ["quarantine", "release", patient.worse_id, "--yes"]),
 }
@@ -154,15 +155,18 @@ KILLS = {
 
 def test_a_killed_gateway(patient: Patient, tmp_path: Path) -> None:
     gateway = patient.gateway
-    for failpoint, arguments in KILLS.values():
-        patient.start(failpoint)
-        told = gateway.cli(*arguments(patient), check=False)
-        assert told.returncode == 5, told
-        assert gateway.wait_exit() == -9
-        gateway.start()
-        errors = [each for each in findings(gateway) if each["severity"] == "error"]
-        assert {each["kind"] for each in errors} == {"quarantined"}, errors  # as before
-        gateway.terminate()
+    with reported("failpoints-care-killed", crash_rounds=0, failpoints_passed=[], failpoints_known=failpoints()) as counted:
+        for failpoint, arguments in KILLS.values():
+            patient.start(failpoint)
+            told = gateway.cli(*arguments(patient), check=False)
+            assert told.returncode == 5, told
+            assert gateway.wait_exit() == -9
+            counted["failpoints_passed"].append(failpoint.partition("=")[0])
+            gateway.start()
+            errors = [each for each in findings(gateway) if each["severity"] == "error"]
+            assert {each["kind"] for each in errors} == {"quarantined"}, errors  # as before
+            gateway.terminate()
+            counted["crash_rounds"] += 1
     patient.start("seal.before_rename=sleep:5")
     with subprocess.Popen(
         [str(FOREBAY), "repair", "--apply"],
@@ -199,8 +203,8 @@ BETWEEN = {
     "mend.fetched": ("cache", repair_command),
     "repair.copy_marked": ("copy", repair_command),
     "release.object_gone": ("copy", release_command),
-    "repair.document_written": ("manifest", repair_command),
     "posix.document_replaced": ("manifest", repair_command),
+    "repair.document_written": ("manifest", repair_command),
     "release.before_unlink": ("cache", release_command),
 }
 
@@ -232,8 +236,23 @@ def test_a_kill_between_two_acts_of_a_command(make: MakeGateway, root: Path, tmp
             assert done.returncode == 0, (name, done, gateway.tail(2500))
             eventually(lambda: job.copies(gateway)[NAME]["pfs"], lambda state: state == "verified")
             assert gateway.cli("verify", job.run, "7").returncode == 0, name
+            if name == "posix.document_replaced":
+                check_lock_goes(gateway, root / job.directory)
             gateway.terminate()
             counted["crash_rounds"] += 1
+
+
+def check_lock_goes(gateway: GatewayProcess, step: Path) -> None:
+    """The gateway died with the manifest's lock in its hand: told of, too young to go unless told otherwise, then gone."""
+    (lock,) = step.glob(".forebay-lock-*")
+    (told,) = [each for each in findings(gateway) if each["kind"] == "orphan_lock"]
+    assert told["severity"] == "note" and "gc --apply" in told["remedy"]
+    (found,) = [each for each in json.loads(gateway.cli("gc", "--json").stdout) if each["kind"] == "lock"]
+    assert found["path"].endswith(f"/{step.name}/{lock.name}") and not found["deletable"]
+    gateway.cli("gc", "--apply")
+    assert lock.exists()
+    gateway.cli(*GC)
+    assert not lock.exists()
 
 
 def findings(gateway: GatewayProcess) -> Any:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from soak.mutations import MUTATIONS, ROOT, Mutation, uncovered
+from soak.mutations import ROOT, uncovered
+from soak.safeguards import MUTATIONS, Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -6,6 +6,7 @@ them count (the catalog). All methods block: call them from a pool thread, or be
     forebay.lock                                     flock'ed for the life of the gateway; holds its pid and node
     FORMAT                                           "forebay-cache 1"; a newer number refuses to start
     marks.json                                       pins, holds, deletions under way (cache/marks)
+    CLEAN, FATAL                                     how the process before this one ended
     incoming/<shard_id>.tmp                          being written; nothing in here was ever acknowledged
     data/<session_id>/<shard_id>.shard               sealed, immutable
     data/<session_id>/part-<writer>-<commit_seq>.json   a committed part (forebay_wire.manifest)
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forebay_gateway.base import durable, failpoints
+from forebay_gateway.base import durable, failpoints, fatal
 from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.cache.io import disk_errors
 from forebay_gateway.cache.marks import MARKS
@@ -41,9 +42,11 @@ LOCK = "forebay.lock"
 FORMAT = "FORMAT"
 INCOMING = "incoming"
 DATA = "data"
+CATALOG = "catalog"
 ASIDE_PREFIX = "catalog.damaged-"  # a catalog that could not be used any more, kept for whoever wants to look at it
 CLEAN = "CLEAN"  # what an orderly stop left, see paths/handover
-_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, CLEAN, MARKS, INCOMING, DATA, "catalog", "lost+found"})
+FATAL = "FATAL"  # the last word of a process that died of a signal of its own making, see base/fatal
+_KNOWN_AT_TOP = frozenset({LOCK, FORMAT, CLEAN, FATAL, MARKS, INCOMING, DATA, CATALOG, "lost+found"})
 _PRIVATE_DIR = 0o700  # weights are no one else's business on a shared node
 
 _INCOMING_NAME = re.compile(r"([0-9a-f]{16})\.tmp\Z")
@@ -138,6 +141,7 @@ class CacheDir:
     def release(self) -> None:
         """Let go of the lock. Idempotent. The lock file stays: removing it would let two processes lock two files."""
         if self._lock is not None:
+            fatal.disarm(self.path / FATAL)
             os.close(self._lock)
             self._lock = None
 

@@ -26,7 +26,7 @@ from forebay_gateway.catalog.mutations import WriteTxn
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.rows import RisingNumber
 from forebay_gateway.catalog.schema import Transaction
-from forebay_gateway.catalog.storage import Limits, Storage
+from forebay_gateway.catalog.storage import Limits, Storage, as_damage
 from forebay_gateway.core.errors import CacheFull, DiskFull, Unavailable
 
 log = logging.getLogger("forebay.catalog")
@@ -302,7 +302,7 @@ class Catalog:
         except lmdb.Error:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to the caller, whatever it is
-            job.error = error
+            job.error = as_damage(error) or error
 
     def _refuse(self, jobs: Sequence[_Job], error: Unavailable | CacheFull) -> int:
         for job in jobs:

@@ -41,6 +41,7 @@ class CatalogDamaged(StartupError):
     """The catalog's file or a row in it cannot be trusted; it is to be rebuilt from the cache's files."""
 
     def __init__(self, what: str, **details: Any) -> None:
+        self.what = what
         super().__init__(f"the catalog is damaged: {what}; rebuild it from the cache with `forebay rebuild`", **details)
 
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ NO_SPACE_RETRY_S = 5.0
 MAIN_DATABASES_MAX = len(schema.DATABASE_NAMES) + 4
 # What LMDB says of a file it cannot trust; every other error of its says something of the machine. A panic too: it follows a
 # commit whose write failed, and the file is as good as the last commit that did not.
-_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError, lmdb.CursorFullError)
+_NO_ROW = (UnicodeDecodeError, struct.error)  # of keys and values that no codec checks
 _ENDED = "the read transaction has ended"
 _OVERSTAYED = "a catalog read was held across an await; read what you need, leave the block, then await"
 
@@ -41,6 +43,15 @@ _OVERSTAYED = "a catalog read was held across an await; read what you need, leav
 def is_damage(error: BaseException) -> bool:
     """Whether it says that the catalog cannot be trusted any more, rather than that the machine lacks something."""
     return isinstance(error, (CatalogDamaged, *_DAMAGE))
+
+
+def as_damage(error: BaseException) -> CatalogDamaged | None:
+    """What an error means that a transaction met, where it means that the catalog is damaged."""
+    if isinstance(error, _DAMAGE):
+        return CatalogDamaged(f"LMDB cannot read it ({error})")
+    if isinstance(error, _NO_ROW):
+        return CatalogDamaged(f"a key or value is none ({error})")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,8 @@ class Read(contextlib.AbstractContextManager[ReadTxn]):
             self._watch.cancel()
         overstayed = not self._open
         self._end(_ENDED)
-        if isinstance(error, _DAMAGE):
-            raise CatalogDamaged(f"LMDB cannot read it ({error})") from error
+        if error is not None and (damage := as_damage(error)) is not None:
+            raise damage from error
         if overstayed and error is None:
             raise RuntimeError(_OVERSTAYED)
 
@@ -154,6 +165,7 @@ class Storage:
                 known = created or txn.stat()["entries"] > 0
                 if known:
                     self._check_identity(txn, node)
+                self._check_names(txn)
                 opened = {name: self._env.open_db(name.encode(), txn=txn) for name in schema.DATABASE_NAMES}
                 self.databases = Databases(**opened)
                 if not known:
@@ -164,6 +176,14 @@ class Storage:
             if not self.grow():
                 raise
             self._prepare(tiers, node, created)
+
+    def _check_names(self, txn: Transaction) -> None:
+        """A name that is none of ours was one, before it was damaged: that database would be made anew, and empty."""
+        known = {name.encode() for name in schema.DATABASE_NAMES}
+        with txn.cursor() as cursor:
+            for name in cursor.iternext(keys=True, values=False):
+                if name not in known:
+                    raise CatalogDamaged("data.mdb holds a database that no release knows", name=repr(bytes(name)))
 
     def _check_identity(self, txn: Transaction, node: str) -> None:
         try:

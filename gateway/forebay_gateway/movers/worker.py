@@ -93,6 +93,8 @@ class Mover:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.close()
         self._writer.close()
+        with contextlib.suppress(OSError):  # the front has gone, and what was still to be told to it with it
+            await self._writer.wait_closed()
 
     def _ended(self, job_id: int, _task: asyncio.Task[None]) -> None:
         self._jobs.pop(job_id, None)
@@ -250,9 +252,13 @@ class Yielding:
         self.chunk_crcs = source.chunk_crcs
 
     async def read_chunk(self, index: int) -> memoryview:
-        """As the source's."""
+        """As the source's; what is wrong with it is said to be the cache's, not the tier's."""
         await self._turn.mine()
-        return await self._source.read_chunk(index)
+        try:
+            return await self._source.read_chunk(index)
+        except Corrupt as error:
+            error.details["where"] = "cache"
+            raise
 
 
 class Expected:

@@ -13,14 +13,14 @@ import secrets
 from pathlib import Path
 
 from forebay_gateway.base import durable, failpoints
-from forebay_gateway.cache.layout import CLEAN
+from forebay_gateway.cache.layout import CATALOG, CLEAN
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.paths.node import Node
 
 log = logging.getLogger("forebay.handover")
 
 SETTING = "clean-stop"
-CATALOG_FILE = Path("catalog", "data.mdb")
+CATALOG_FILE = Path(CATALOG, "data.mdb")
 
 
 async def leave_token(node: Node) -> str:

@@ -219,6 +219,7 @@ class Retention:
                     raise Unavailable("a tier that holds the session cannot be cleaned now", tier=name, retry_after_s=5.0)
             for name in current.publish:
                 await self._node.catalog.write(partial(_yielded, current.id, name))  # no reader takes it from here on
+            failpoints.hit("delete.superseded_marked")
             for name in current.publish:
                 await self._shards_off_tier(self._node.tiers[name], row, [current], shards)
             await self._out_of_cache([current], shards)

@@ -81,12 +81,14 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A multipart upload or a temporary file that somebody began: `abort_upload(key, id)` ends it. `age_s` by the tier's word
-    against this machine's clock: for a cut-off of hours, not for order."""
+    """A multipart upload or a temporary file that somebody began, or a document's lock whose time has run out:
+    `abort_upload(key, id)` ends it. `age_s` by the tier's word against this machine's clock: for a cut-off of hours, not for
+    order."""
 
     key: str
     id: str
     age_s: float
+    is_lock: bool = False
 
 
 UploadRecorder = Callable[[str], Awaitable[None]]

@@ -775,7 +775,7 @@ class Garbage(_message.Message):
     DELETABLE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"upload", "superseded", "foreign", "not_asked" (the tier `where`, for the reason `what`)"""
+    """"upload", "lock", "superseded", "foreign", "not_asked" (the tier `where`, for the reason `what`)"""
     where: _builtins.str
     path: _builtins.str
     what: _builtins.str

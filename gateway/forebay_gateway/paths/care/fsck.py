@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from forebay_gateway.cache.footer import disk_size
-from forebay_gateway.cache.layout import FoundFile
-from forebay_gateway.catalog import ReadTxn, index_problems
+from forebay_gateway.cache.layout import CATALOG, FoundFile
+from forebay_gateway.catalog import CatalogDamaged, ReadTxn, index_problems
+from forebay_gateway.catalog.trial import trial
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, PartRow, PartState, SessionRow, ShardKey, ShardRow
@@ -49,7 +50,16 @@ class Checker:
         self._node, self._evictor, self._collector, self._serving = node, evictor, collector, serving
 
     async def check(self, deep: bool) -> AsyncGenerator[Finding, None]:
-        """All findings, as they are made; what the catalog says against itself comes first: by it all others are judged."""
+        """All findings, as they are made, to where the catalog cannot be read any further; what it says against itself comes
+        first: by it all others are judged."""
+        try:
+            async with aclosing(self._check(deep)) as findings:
+                async for finding in findings:
+                    yield finding
+        except (CatalogDamaged, NotFound) as error:  # the latter: a row of which something else is not there
+            yield Finding("index", "catalog", f"nothing more can be compared: {error.sentence}", remedy=REBUILD)
+
+    async def _check(self, deep: bool) -> AsyncGenerator[Finding, None]:
         async for finding in self._indexes():
             yield finding
         async for finding in self._cache_files(deep):
@@ -250,7 +260,9 @@ class Checker:
         return [Finding("counters", "catalog", what, remedy="set them to the recount")]
 
     async def _indexes(self) -> AsyncGenerator[Finding, None]:
-        """Rows that a flipped bit left readable, and entries that lead to other rows than they should."""
+        """Pages that do not fit their tree, rows that a flipped bit left readable, entries that lead to the wrong rows."""
+        if why := await trial(self._node.cache.path / CATALOG):
+            yield Finding("index", "catalog", f"the catalog's file is damaged: {why}", remedy=REBUILD)
         count = 0
         async with aclosing(index_problems(self._node.catalog)) as problems:
             async for problem in problems:

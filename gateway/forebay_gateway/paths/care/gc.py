@@ -1,7 +1,8 @@
 """What is left over on the tiers, and may go: only what rows of ours own, and only after a time.
 
-    uploads and temporary files below our sessions that nothing here writes any more; sessions of ours that a newer one
-    superseded on every tier -> listed; deleted when told. Everything else that lies there is foreign: listed, never touched.
+    uploads and temporary files below our sessions that nothing here writes any more; locks beside their manifests whose owner
+    let the time run out; sessions of ours that a newer one superseded on every tier -> listed; deleted when told. Everything
+    else that lies there is foreign: listed, never touched.
 
 Owns the judgement whose a thing is. Where that cannot be told, it is foreign.
 """
@@ -38,6 +39,7 @@ DEPTH_MAX = 32
 _FINDINGS = {
     "foreign": "foreign_file",
     "upload": "orphan_upload",
+    "lock": "orphan_lock",
     "superseded": "superseded_session",
     "not_asked": "tier_unreachable",
 }
@@ -45,7 +47,7 @@ _FINDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """`kind` is "upload", "superseded", "foreign", or "not_asked" of a tier; `deletable` says it is ours and old enough."""
+    """`kind` is "upload", "lock", "superseded", "foreign", or "not_asked" of a tier; `deletable`: ours, and old enough."""
 
     kind: str
     where: str
@@ -149,6 +151,9 @@ class Collector:
         found = []
         for item in left:
             if item.id in under_way:
+                continue
+            if item.is_lock:
+                found.append(_lock(item, tier, bool(sessions), older_than_s))
                 continue
             mine = item.key in owned or self._bears_our_name(item) or (_is_temp(item) and _below(item.key, whole))
             found.append(_leftover(item, tier, mine, older_than_s))
@@ -274,6 +279,14 @@ def _leftover(item: Leftover, tier: MonitoredTier, mine: bool, older_than_s: flo
         return Garbage("foreign", tier.name, item.key, what, item.age_s)
     what = "an upload or temporary file of ours that nothing writes any more"
     return Garbage("upload", tier.name, item.key, what, item.age_s, item.age_s >= older_than_s, item.id)
+
+
+def _lock(item: Leftover, tier: MonitoredTier, ours: bool, older_than_s: float) -> Garbage:
+    """Of a checkpoint of ours whoever comes may take it over, since its time has run out."""
+    if not ours:
+        return Garbage("foreign", tier.name, item.key, "a lock of a checkpoint that is not ours; never touched", item.age_s)
+    what = "a lock of the manifest that whoever held it left behind"
+    return Garbage("lock", tier.name, item.key, what, item.age_s, item.age_s >= older_than_s, item.id)
 
 
 def as_finding(item: Garbage) -> Finding:

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay_gateway.base import durable
-from forebay_gateway.cache.layout import ASIDE_PREFIX, DATA, CacheDir
+from forebay_gateway.base import durable, fatal
+from forebay_gateway.cache.layout import ASIDE_PREFIX, CATALOG, DATA, FATAL, CacheDir
 from forebay_gateway.catalog import Catalog, CatalogDamaged
+from forebay_gateway.catalog.trial import trial
 from forebay_gateway.core.errors import ForebayError, StartupError
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 
 log = logging.getLogger("forebay.rebuild")
 
-CATALOG = "catalog"
 SUSPECT = "suspect"  # in the catalog's directory: a running gateway met damage that opening the file did not show
 UNFINISHED = "rebuilding"  # likewise: it was made anew, and does not yet know all that the files say
 CUT_OFF = "a rebuild of it was cut off"
@@ -106,7 +106,8 @@ async def open_catalog(
         return await Catalog.open(cache.path / CATALOG, tiers=tiers, node=node, on_failure=failed)
 
     cause: CatalogDamaged | None = None
-    why = await asyncio.to_thread(damage_note, cache.path)
+    why = await asyncio.to_thread(damage_note, cache.path) or await _after_a_crash(cache.path)
+    await asyncio.to_thread(fatal.arm, cache.path / FATAL)
     if not why:
         try:
             catalog = await open_it()
@@ -123,6 +124,24 @@ async def open_catalog(
     aside = await asyncio.to_thread(set_aside, cache.path, why)
     log.warning("the catalog is rebuilt from the cache's files reason=%s aside=%s", why, aside or "nothing was left")
     return await open_it(), Rebuilt(why, aside)
+
+
+async def _after_a_crash(path: Path) -> str:
+    """Why the catalog cannot be used, where the process before this one died of a fatal signal, as damaged pages make it.
+
+    Noted, so that it is known until the catalog was made anew.
+    """
+    last_word = await asyncio.to_thread(fatal.left, path / FATAL)
+    if not last_word:
+        return ""
+    log.warning("the process before this one died of a fatal signal; the catalog is read on trial last_word=%r", last_word)
+    why = await trial(path / CATALOG)
+    if why:
+        why = f"the process before this one died of a fatal signal, and {why}"
+        await asyncio.to_thread(note_damage, path, CatalogDamaged(why))
+        return why
+    log.warning("the catalog can be read: the signal had another cause")
+    return ""
 
 
 def config_option(source: str) -> str:

@@ -27,7 +27,7 @@ from forebay_gateway.paths.recover import adopt_or_drop
 from forebay_gateway.paths.safety import copy_lost
 
 REPAIRED = "repaired"
-LEFT_TO_OTHERS = ("incoming_file", "orphan_upload", "superseded_session")  # start-up's, gc's
+LEFT_TO_OTHERS = ("incoming_file", "orphan_upload", "orphan_lock", "superseded_session")  # start-up's, gc's
 
 
 class Repairer:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -33,7 +34,7 @@ from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectIn
 from forebay_gateway.tiers.keys import check_key, directory_of
 from forebay_gateway.tiers.posix.errors import translate
 from forebay_gateway.tiers.posix.files import Buffers, OpenFile
-from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, lock_path, try_lock
+from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, clear_left, is_over, lock_path, try_lock
 from forebay_gateway.tiers.posix.marker import Marker
 from forebay_gateway.tiers.posix.probe import probe
 from forebay_gateway.tiers.readback import check_chunk, check_size
@@ -48,6 +49,8 @@ T = TypeVar("T")
 _WRITES = 2
 _READ_PIECE_BYTES = 4 << 20
 _CANCEL_GRACE_S = 2.0
+_LAST_LOCKS_MAX = 4  # a manifest has one, and while it is taken over a claim to it
+_HIDDEN_PREFIX = ".forebay-"  # what names of temporary files and of locks begin with
 
 
 class PosixTier(Tier):
@@ -341,20 +344,20 @@ class PosixTier(Tier):
 
     async def _replace_matching(self, key: str, path: Path, data: bytes, tag: str) -> ObjectInfo:
         try:
-            lock = await self._lock(key, path)
-            try:
-                return await self._run("replace", key, self._replace_locked, key, path, data, tag, lock)
-            finally:
-                with contextlib.suppress(OSError, Unavailable):  # then it ages, and is taken over
-                    await self._bounded("unlock", key, self._thread(lock.release, self._clock))
+            with self._temp() as mine:
+                lock = await self._lock(key, path, mine)
+                try:
+                    return await self._run("replace", key, self._replace_locked, key, path, data, tag, lock)
+                finally:
+                    with contextlib.suppress(OSError, Unavailable):  # then it ages, and is taken over
+                        await self._bounded("unlock", key, self._thread(lock.release, self._clock))
         except NotFound as error:
             raise AlreadyExists("the file has another version: it is gone", tier=self.name, key=key) from error
 
-    async def _lock(self, key: str, path: Path) -> HeldLock:
+    async def _lock(self, key: str, path: Path, mine: str) -> HeldLock:
         end_s = self._clock.monotonic() + 2 * self._lock_ttl_s
         while True:
-            with self._temp() as tag:
-                lock = await self._run("lock", key, try_lock, path, self._owner, self._lock_ttl_s, self._clock, tag)
+            lock = await self._run("lock", key, try_lock, path, self._owner, self._lock_ttl_s, self._clock, mine, self._is_left)
             if lock is not None:
                 return lock
             if self._clock.monotonic() > end_s:
@@ -424,7 +427,7 @@ class PosixTier(Tier):
             await self._run("delete", key, self._remove, path)
 
     def _remove(self, path: Path) -> None:
-        """Unlink, durable, and prune the directories that this left empty."""
+        """Unlink, durable, and prune the directories that this left empty, or with locks that nobody holds."""
         try:
             path.unlink()
         except (IsADirectoryError, NotADirectoryError):
@@ -437,8 +440,17 @@ class PosixTier(Tier):
         durable.sync_dir(directory)
         with contextlib.suppress(OSError):  # ENOTEMPTY, or another's rmdir came first
             while directory != self.root:
+                self._clear_last_locks(directory)
                 directory.rmdir()
                 directory = directory.parent
+
+    def _clear_last_locks(self, directory: Path) -> None:
+        """Where nothing else is left in it, they go with their documents."""
+        with _entries(directory) as entries:
+            names = list(itertools.islice((entry.name for entry in entries), _LAST_LOCKS_MAX + 1))
+        if len(names) <= _LAST_LOCKS_MAX and all(name.startswith(LOCK_PREFIX) for name in names):
+            for name in names:
+                self._clear_lock(directory / name)
 
     async def list(self, prefix: str) -> Listing:
         directory = directory_of(prefix)
@@ -482,10 +494,23 @@ class PosixTier(Tier):
         await self._run("fsync", key, durable.sync_dir, self._path(key).parent)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
-        if not upload_id.startswith(durable.TEMP_PREFIX) or "/" in upload_id:
+        if not upload_id.startswith((durable.TEMP_PREFIX, LOCK_PREFIX)) or "/" in upload_id:
             raise InvalidArgument("not the name of a temporary file", tier=self.name, key=key, upload_id=upload_id)
+        path = self._path(key).parent / upload_id
+        if upload_id.startswith(LOCK_PREFIX):
+            if not await self._run("unlock", key, self._clear_lock, path):
+                raise Unavailable("the lock is held, or somebody takes it over at this moment", tier=self.name, key=key)
+            return
         with contextlib.suppress(NotFound):
-            await self._run("delete", key, self._remove, self._path(key).parent / upload_id)
+            await self._run("delete", key, self._remove, path)
+
+    def _clear_lock(self, path: Path) -> bool:
+        with self._temp() as tag:
+            return clear_left(path, self._owner, self._lock_ttl_s, self._clock, tag, self._is_left)
+
+    def _is_left(self, tag: str) -> bool:
+        """Whether an earlier process of this node wrote it: what this one writes is in `_temps`."""
+        return bool(self.temp_tag) and tag.startswith(self.temp_tag) and tag not in self._temps
 
     async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
         return await self._run("list", prefix, self._find_leftovers, directory_of(prefix))
@@ -493,10 +518,15 @@ class PosixTier(Tier):
     def _find_leftovers(self, directory: str) -> tuple[Leftover, ...]:
         self._check_root()
         found = []
-        for path in (self.root / directory).rglob(f"{durable.TEMP_PREFIX}*"):
+        for path in (self.root / directory).rglob(f"{_HIDDEN_PREFIX}*"):
+            is_lock = path.name.startswith(LOCK_PREFIX)
+            if not is_lock and not path.name.startswith(durable.TEMP_PREFIX):
+                continue
             with contextlib.suppress(FileNotFoundError):  # its writer ended it meanwhile
+                if is_lock and not is_over(path, self._clock, self._is_left):
+                    continue
                 age_s = self._clock.wall() - path.lstat().st_mtime
-                found.append(Leftover(path.relative_to(self.root).as_posix(), path.name, max(0.0, age_s)))
+                found.append(Leftover(path.relative_to(self.root).as_posix(), path.name, max(0.0, age_s), is_lock))
         return tuple(found)
 
     async def sweep(self, key: str) -> None:
@@ -508,9 +538,11 @@ class PosixTier(Tier):
         self._check_root()
         mine = f"{durable.TEMP_PREFIX}{self.temp_tag}"
         with _entries(directory) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith(mine)]
+            names = [entry.name for entry in entries if entry.name.startswith((mine, LOCK_PREFIX))]
         for name in names:
-            if name.removeprefix(durable.TEMP_PREFIX) not in self._temps:
+            if name.startswith(LOCK_PREFIX):  # one that its owner still holds stays
+                self._clear_lock(directory / name)
+            elif self._is_left(name.removeprefix(durable.TEMP_PREFIX)):
                 (directory / name).unlink(missing_ok=True)
 
     async def close(self) -> None:
