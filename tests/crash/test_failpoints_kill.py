@@ -51,6 +51,18 @@ LEFT = {
 # Points that no life passes by itself, and the tests that do.
 ELSEWHERE = {
     "durable.before_link": "crash/test_failpoints_kill.py",
+    **dict.fromkeys(
+        [
+            "expire.before_gone",
+            "expire.gone",
+            "expire.kept_aside",
+            "expire.manifest_gone",
+            "expire.noted",
+            "expire.shards_gone",
+            "expire.tombstone_gone",
+        ],
+        "integration/test_retention.py",
+    ),
     "handover.mark_taken": "crash/test_failpoints_kill.py",
     "handover.token_left": "crash/test_failpoints_kill.py",
     "mend.fetched": "integration/test_care_interrupts.py",

@@ -99,8 +99,9 @@ class _Hold:
 class Busy(Unavailable):
     """Another node works on the run, or was faster. kind stays "unavailable"; nothing is wrong with the tier."""
 
-    def __init__(self, tier: str, run: str) -> None:
-        super().__init__("retention of this run is another node's work just now", retry_after_s=SOON_S, tier=tier, run=run)
+    def __init__(self, tier: str, run: str, pause_s: float = SOON_S) -> None:
+        self.pause_s = pause_s
+        super().__init__("retention of this run is another node's work just now", retry_after_s=pause_s, tier=tier, run=run)
 
 
 class Expiry:
@@ -148,8 +149,8 @@ class Expiry:
                 del self._due[run]
                 try:
                     await self.look(run, apply=True)
-                except Busy:
-                    self._due[run] = now_s + SOON_S
+                except Busy as busy:
+                    self._due[run] = self._node.clock.monotonic() + busy.pause_s
         except ForebayError as error:
             self._tier.failed(error)
             self._look_at_all_s = min(self._look_at_all_s, self._node.clock.monotonic() + SOON_S)
@@ -294,8 +295,9 @@ class Expiry:
         """Raises Busy where another process holds it and is, as far as is known, alive."""
         if ledger.token not in ("", self._process):
             seen, ttl_s = self._seen.get(ledger.run), min(max(ledger.ttl_s, 1.0), TTL_S_MAX)
-            if seen is None or unchanged_s(seen, self._node.clock.monotonic()) < ttl_s:
-                raise Busy(self._tier.name, ledger.run)
+            left_s = ttl_s if seen is None else ttl_s - unchanged_s(seen, self._node.clock.monotonic())
+            if left_s > 0:
+                raise Busy(self._tier.name, ledger.run, min(SOON_S, left_s))
             log.info(
                 "retention goes on for a node that is gone tier=%s run=%s node=%s", self._tier.name, ledger.run, ledger.owner
             )
