@@ -10,6 +10,8 @@ from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.config import load_config
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.movers.jobs import Setup
+from forebay_gateway.paths.care.fsck import Checker
+from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.commit import CommitPath, Expected
 from forebay_gateway.paths.complete import Completion
 from forebay_gateway.paths.drain import Drain
@@ -62,6 +64,7 @@ class Here:
         self.commits = CommitPath(node, self.writes)
         self.reads = ReadPath(node, self.finder, Evictor(node))
         self.retention = Retention(node, self.finder)
+        self.checker = Checker(node, Evictor(node), Collector(node, self.retention), serving=True)
         self.drains = {
             name: Drain(node, tier, recover_copies=partial(recover_copies, node, tier), verified=lambda: None)
             for name, tier in node.tiers.items()

@@ -11,7 +11,10 @@ from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
-from forebay_gateway.paths.expire import TTL_S, Busy
+from forebay_gateway.paths.care.finding import Severity
+from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.view import view
+from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
 from paths.nodes_kit import Here
 from soak.figures import failpoints as all_failpoints
@@ -78,6 +81,7 @@ async def test_nothing_goes_before_its_successor_is_complete_on_that_tier(tmp_pa
         await node.look("r", "object")
         assert node.on_tier("r", "object") == [1, 2]
         assert node.state("r", 1) is PublishState.REMOVED
+        assert [problem async for problem in node.checker.check(False) if problem.severity is Severity.ERROR] == []
         found = await node.finder.complete("r", 1)  # from the tier that still holds it
         assert found.session.step == 1
         await node.drain("object")
@@ -340,3 +344,53 @@ async def test_a_read_that_meets_a_removal_is_told_so_and_puts_nothing_back(tmp_
         assert below(store, "r", 1) == []
         await reader.look("r")
         assert reader.known("r") == []
+
+
+async def test_gone_from_one_tier_while_the_other_is_away_it_stays_known(tmp_path: Path) -> None:
+    stores = {"pfs": MemoryStore(), "object": MemoryStore()}
+    async with Here(tmp_path, stores, keys=LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        await node.look("r", "object")
+        assert node.on_tier("r", "object") == [2, 3]
+        node.node.tiers["object"].failed(Unavailable("away"))
+        await node.look("r")
+        assert node.on_tier("r") == [2, 3]
+        assert node.known("r") == [1, 2, 3]  # nobody can say that it is nowhere
+        node.node.tiers["object"].worked()
+        await node.look("r")
+        assert node.known("r") == [2, 3]
+
+
+async def test_a_waiting_client_hears_that_the_tier_was_reached(tmp_path: Path) -> None:
+    stores = {"pfs": MemoryStore(), "object": MemoryStore()}
+    async with Here(tmp_path, stores, keys=LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        await node.look("r")
+        with node.node.catalog.read() as txn:
+            session = txn.find_session("r", 1, "s")
+            assert session is not None
+            assert level_progress(txn, session, "pfs").reached
+            row = txn.checkpoint("r", 1)
+            assert row is not None
+            seen = view(node.node, txn, row)
+        assert seen is not None
+        assert {level.level: level.state for level in seen.levels}["pfs"] == "removed"
+
+
+async def test_the_background_finds_runs_of_other_nodes_and_waits_its_turn(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as one, Here(tmp_path, {"pfs": store}, "b", LAST_2) as other:
+        await one.save("r", 1, 2)
+        assert await other.expiries["pfs"].step() == pytest.approx(LOOK_S)
+        await one.save("r", 3, 4, 5)
+        await other.clock.advance(LOOK_S)
+        await other.expiries["pfs"].step()
+        assert one.on_tier("r") == [3, 4, 5]  # these came together
+        with failpoints.armed("expire.noted=error:EIO"), pytest.raises(OSError):
+            await one.save("r", 6)
+            await one.expiries["pfs"].step()
+        other.expiries["pfs"].completed("r", 6)
+        pause_s = await other.expiries["pfs"].step()
+        assert pause_s is not None
+        assert 0 < pause_s <= 10
+        assert one.on_tier("r") == [3, 4, 5, 6]

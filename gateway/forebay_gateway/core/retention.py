@@ -145,7 +145,7 @@ def place(groups: Groups, arrivals: Collection[Entry], commits: Mapping[Name, in
 def _place(groups: list[list[Entry]], arrival: Entry, commits: Mapping[Name, int], fresh: Collection[Name]) -> None:
     at = len(groups)
     while at > 0:
-        said = [_is_newer(arrival, other, commits, fresh) for other in groups[at - 1]]
+        said = {_is_newer(arrival, other, commits, fresh) for other in _telling(groups[at - 1], arrival, commits, fresh)}
         if False not in said:
             if None in said:
                 groups[at - 1].append(arrival)
@@ -153,6 +153,14 @@ def _place(groups: list[list[Entry]], arrival: Entry, commits: Mapping[Name, int
             break
         at -= 1
     groups.insert(at, [arrival])
+
+
+def _telling(group: Sequence[Entry], arrival: Entry, commits: Mapping[Name, int], fresh: Collection[Name]) -> Sequence[Entry]:
+    """Those of a group that decide. What this node did not commit is certainly older than nothing, so one doubt is enough:
+    about the last that came, or the one with the highest step. Very many may have come together."""
+    if arrival.name in commits or not group:
+        return group
+    return group[-1:] if group[-1].name in fresh else (max(group, key=lambda entry: entry.step),)
 
 
 def _is_newer(entry: Entry, other: Entry, commits: Mapping[Name, int], fresh: Collection[Name]) -> bool | None:
