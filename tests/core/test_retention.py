@@ -162,6 +162,13 @@ def test_of_what_other_nodes_committed_only_a_later_and_higher_step_is_newer() -
     assert names(place(late, [Entry(31, "b")], {})) == [[10, 20], [25, 30], [31]]
 
 
+def test_who_saw_the_commits_puts_in_order_what_another_node_could_not() -> None:
+    together = place((), [Entry(1, "a"), Entry(2, "a"), Entry(3, "a")], {})
+    assert names(together) == [[1, 2, 3]]
+    assert names(place(together, [], {(1, "a"): 5, (3, "a"): 4})) == [[1, 2, 3]]  # one of them it did not see
+    assert names(place(together, [], {(1, "a"): 5, (2, "a"): 3, (3, "a"): 4})) == [[2], [3], [1]]
+
+
 def test_a_late_one_of_ours_goes_before_what_was_committed_after_it() -> None:
     groups = place((), [Entry(1, "a")], {(1, "a"): 1})
     groups = place(groups, [Entry(3, "a")], {(1, "a"): 1, (3, "a"): 3})

@@ -133,13 +133,20 @@ def place(groups: Groups, arrivals: Collection[Entry], commits: Mapping[Name, in
 
     An arrival goes behind what it is certainly newer than, before what was certainly committed later, else beside it.
     """
-    made = [list(group) for group in groups]
+    made = [piece for group in groups for piece in _ordered(group, commits)]
     fresh: set[Name] = set()
     ordered = sorted(arrivals, key=lambda entry: (entry.name not in commits, commits.get(entry.name, 0), entry.name))
     for arrival in ordered:
         _place(made, arrival, commits, fresh)
         fresh.add(arrival.name)
     return tuple(tuple(group) for group in made)
+
+
+def _ordered(group: Sequence[Entry], commits: Mapping[Name, int]) -> list[list[Entry]]:
+    """One by one, where this node knows what another one that worked here did not."""
+    if any(entry.name not in commits for entry in group):
+        return [list(group)]
+    return [[entry] for entry in sorted(group, key=lambda entry: commits[entry.name])]
 
 
 def _place(groups: list[list[Entry]], arrival: Entry, commits: Mapping[Name, int], fresh: Collection[Name]) -> None:
