@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from forebay import cancel
 from forebay.care import Care
 from forebay.threads import Threads
-from forebay.types import CopyReport, Finding, Garbage, Moved, Quarantined, ScrubStatus
+from forebay.types import CopyReport, Fate, Finding, Garbage, Moved, Quarantined, ScrubStatus
 
 _Record = TypeVar("_Record")
 
@@ -49,6 +49,10 @@ class AsyncCare:
     def collect(self, *, apply: bool = False, older_than_s: float = 86400.0) -> AsyncGenerator[Garbage, None]:
         """As Care.collect."""
         return self._each(partial(self._care.collect, apply=apply, older_than_s=older_than_s))
+
+    def retain(self, run: str = "", *, apply: bool = False) -> AsyncGenerator[Fate, None]:
+        """As Care.retain."""
+        return self._each(partial(self._care.retain, run, apply=apply))
 
     async def evict(self, run: str, step: int, *, dry_run: bool = False) -> Moved:
         """As Care.evict."""

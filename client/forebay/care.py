@@ -12,7 +12,7 @@ from forebay import cancel
 from forebay.connection import Connection, Stubs
 from forebay.convert import record
 from forebay.retry import RetryPolicy
-from forebay.types import CopyReport, Finding, Garbage, Moved, Quarantined, ScrubStatus
+from forebay.types import CopyReport, Fate, Finding, Garbage, Moved, Quarantined, ScrubStatus
 from forebay_wire.v1 import admin_pb2 as pb
 
 _ONCE = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=0.0)
@@ -62,6 +62,13 @@ class Care:
         """What is left over on the tiers; with `apply` what is ours and older than `older_than_s` is deleted."""
         request = pb.CollectRequest(apply=apply, older_than_s=older_than_s)
         return self._stream(lambda stubs: stubs.care.Collect, request, "gc", Garbage)
+
+    def retain(self, run: str = "", *, apply: bool = False) -> Iterator[Fate]:
+        """What retention's rules keep of a run ("": of all) on each tier and what goes; with `apply` it goes now.
+
+        Raises Unavailable where a tier cannot be reached, or another node works on the run.
+        """
+        return self._stream(lambda stubs: stubs.care.Retain, pb.RetainRequest(run=run, apply=apply), "retain", Fate)
 
     def evict(self, run: str, step: int, *, dry_run: bool = False) -> Moved:
         """Drop from the cache what every required tier holds; `dry_run` only says what that is.

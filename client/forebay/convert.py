@@ -31,6 +31,8 @@ _RECORDS: dict[type[Message], type[Any]] = {
     admin_pb2.Status: types.Status,
     admin_pb2.CacheStatus: types.CacheStatus,
     admin_pb2.TierStatus: types.TierStatus,
+    admin_pb2.RetentionStatus: types.RetentionStatus,
+    admin_pb2.Fate: types.Fate,
     admin_pb2.MoverStatus: types.MoverStatus,
     admin_pb2.Alarm: types.Alarm,
     admin_pb2.CopyReport: types.CopyReport,

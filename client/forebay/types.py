@@ -81,7 +81,8 @@ class CommitReceipt:
 class Level:
     """How far a checkpoint is at "cache" or at a tier.
 
-    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded" or "skipped".
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by
+    retention) or "skipped".
     """
 
     level: str
@@ -216,6 +217,21 @@ class TierStatus:
     drain_bytes_per_s: float
     required: bool
     clock_skew_s: float | None
+    live_nodes: int | None
+    bandwidth_bytes_per_s: int | None
+    retention: "RetentionStatus"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionStatus:
+    """Retention on one tier, as this gateway's process has done it. `state` is "on", "no rule", or why it is off; `last` is
+    the checkpoint that went last, as run/step."""
+
+    state: str
+    looked_s: float | None
+    removed: int
+    removed_bytes: int
+    last: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +271,21 @@ class Status:
     incomplete: tuple[Checkpoint, ...]
     listen: tuple[str, ...]
     loop_lag_p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one checkpoint on one tier: it `goes`, or stays for the `reason`. `session` is its hash's first digits,
+    as directories have it, empty where it is not complete there. `outcome` says what was done, empty for nothing."""
+
+    tier: str
+    run: str
+    step: int
+    session: str
+    size: int
+    goes: bool
+    reason: str
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True)

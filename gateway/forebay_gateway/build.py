@@ -42,7 +42,9 @@ from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.complete import Announcer, Completion
 from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.expire import Expiry
 from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.fleet import Fleet
 from forebay_gateway.paths.handover import found_mark, leave_mark, leave_token
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.lease import Leases
@@ -51,6 +53,7 @@ from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
+from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath
 from forebay_gateway.paths.steady import Step, steady
@@ -150,10 +153,11 @@ class Gateway:
         paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, many, Waiter(node, finder), retention, leases)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
+        fleets, expiries = self._wire_shared(finder, retention)
         for tier in node.tiers.values():
             drains[tier.name] = self._wire_tier(tier)
         mender = Mender(node, reads)
-        care = _care(node, finder, reads, evictor, retention, mender, drains)
+        care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
         changing = [
             self._worker("evict", evictor.step, 5.0),
             self._worker("mend", mender.step, 2.0),
@@ -180,7 +184,7 @@ class Gateway:
             self._crew.add(worker)
         self._crew.add(self._worker("check files", StartCheck(node, unchecked).step, 3600.0))
         self._crew.add("loop lag", self._lag.run)
-        admin = AdminService(node, watch, writes, drains, self._source)
+        admin = AdminService(node, watch, writes, drains, self._source, fleets, expiries)
         self._metrics = _metrics(node, admin)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers(
@@ -192,6 +196,21 @@ class Gateway:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def _wire_shared(self, finder: Finder, retention: Retention) -> tuple[dict[str, Fleet], dict[str, Expiry]]:
+        """What nodes that share a tier do together: count each other, and take turns at retention."""
+        node = self.node
+        follower = Follower(node, finder, retention)
+        fleets = {each.name: Fleet(node, node.tiers[each.name], each) for each in node.config.tiers}
+        expiries = {name: Expiry(node, tier, follower) for name, tier in node.tiers.items()}
+        for name, tier in node.tiers.items():
+            expiring = self._worker(f"expire {name}", expiries[name].step, 60.0)
+            expiries[name].wake = expiring.wake
+            for worker in (expiring, self._worker(f"fleet {name}", fleets[name].step, 60.0)):
+                tier.on_return(worker.wake)
+                self._crew.add(worker)
+        node.on_complete.append(lambda tier, run, step: expiries[tier].completed(run, step))
+        return fleets, expiries
 
     def _worker(self, name: str, step: Step, idle_s: float) -> Worker:
         """A background worker that outlives what may pass."""
@@ -397,6 +416,7 @@ def _care(
     retention: Retention,
     mender: Mender,
     drains: dict[str, Drain],
+    expiries: dict[str, Expiry],
 ) -> Care:
     """The operator's care of what is stored."""
     collector = Collector(node, retention)
@@ -411,6 +431,7 @@ def _care(
         collect=collector,
         space=Space(node, finder, reads, evictor),
         drains=drains,
+        expiries=expiries,
     )
 
 

@@ -183,7 +183,7 @@ def test_unknown_and_misplaced_names_get_the_nearest_known(text: str, words: lis
         assert word in message
 
 
-@pytest.mark.parametrize("section", ["[[policy]]", "[[retain]]", "[peers]", "[security]"])
+@pytest.mark.parametrize("section", ["[peers]", "[security]"])
 def test_later_sections_are_refused_by_name(section: str) -> None:
     assert f"section [{section.strip('[]')}] is not available in this release" in refused(f"{section}\n{MINIMAL}")
 
@@ -191,8 +191,6 @@ def test_later_sections_are_refused_by_name(section: str) -> None:
 @pytest.mark.parametrize(
     ("form", "line", "key"),
     [
-        (CACHE, 'max_dirty_age = "1h"', "cache.max_dirty_age"),
-        (TIER, "every = 2", "tier.every"),
         (TIER, "stripe = 4", "tier.stripe"),
     ],
 )
@@ -268,8 +266,8 @@ def test_a_bad_override_names_variable_and_key() -> None:
         ("FOREBAY_NODE_NAME", "unknown environment variable FOREBAY_NODE_NAME"),
         ("FOREBAY_TIER_PSF_PATH", "nearest known one is FOREBAY_TIER_PFS_PATH"),
         ("FOREBAY_TIER_PFS_NAME", "unknown environment variable"),
-        ("FOREBAY_CACHE_MAX_DIRTY_AGE", "cache.max_dirty_age is not available in this release"),
-        ("FOREBAY_TIER_PFS_EVERY", "tier.every is not available in this release"),
+        ("FOREBAY_TIER_PFS_STRIPE", "tier.stripe is not available in this release"),
+        ("FOREBAY_POLICY_0_QUOTA", "unknown environment variable FOREBAY_POLICY_0_QUOTA"),
     ],
 )
 def test_unknown_overrides(variable: str, words: str) -> None:

@@ -52,6 +52,18 @@ LEFT = {
 ELSEWHERE = {
     "delete.superseded_marked": "integration/test_care_interrupts.py",
     "durable.before_link": "crash/test_failpoints_kill.py",
+    **dict.fromkeys(
+        [
+            "expire.before_gone",
+            "expire.gone",
+            "expire.kept_aside",
+            "expire.manifest_gone",
+            "expire.noted",
+            "expire.shards_gone",
+            "expire.tombstone_gone",
+        ],
+        "integration/test_retention.py",
+    ),
     "handover.mark_taken": "crash/test_failpoints_kill.py",
     "handover.token_left": "crash/test_failpoints_kill.py",
     "mend.fetched": "integration/test_care_interrupts.py",

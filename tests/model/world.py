@@ -139,6 +139,9 @@ class MoversHere:
     def processes(self) -> list[MoverProcess]:
         return []
 
+    def pace(self, tier: str, bandwidth: int | None) -> None:
+        """Memory has no pace."""
+
     def saves(self, under_way: bool) -> None:
         self._runner.turn.saves(under_way)
 

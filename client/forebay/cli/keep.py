@@ -1,4 +1,4 @@
-"""`pin`, `unpin` and `rm`: what stays and what goes."""
+"""`pin`, `unpin`, `rm` and `retain`: what stays and what goes."""
 
 from typing import Annotated
 
@@ -6,7 +6,8 @@ import typer
 
 from forebay.cli.app import Json, RunName, StepNumber, client
 from forebay.cli.exits import NOTHING_CHANGED, on_interrupt
-from forebay.cli.output import count_text, print_json, say, size_text
+from forebay.cli.output import count_text, print_json, say, size_text, table
+from forebay.types import Fate
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +15,7 @@ def register(app: typer.Typer) -> None:
     app.command()(pin)
     app.command()(unpin)
     app.command("rm")(remove)
+    app.command()(retain)
 
 
 def pin(run: RunName, step: StepNumber, json: Json = False) -> int:
@@ -58,3 +60,41 @@ def remove(
     )
     say(f"deleted {what}" if yes else f"would delete {what}; give --yes to do it")
     return 0
+
+
+def retain(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="This run only.", show_default=False)] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it now; without this only say what would go.")] = False,
+    json: Json = False,
+) -> int:
+    """Say what the rules of [[retain]] keep on each tier and what goes. A dry run unless --yes is given.
+
+    A gateway with rules does the same in the background, after each checkpoint and every few minutes.
+
+    JSON: a list with tier, run, step, session, size, goes, reason, outcome.
+    """
+    left = "what had begun to go goes on by itself; run it again to see" if yes else NOTHING_CHANGED
+    with on_interrupt(left), client() as gateway:
+        found = list(gateway.care.retain(run or "", apply=yes))
+    print_json(found) if json else _say_fates(found, yes)
+    return 0
+
+
+def _say_fates(found: list[Fate], applied: bool) -> None:
+    if not found:
+        say("no rule of [[retain]] is for this, or nothing is there")
+        return
+    rows = [
+        (each.tier, f"{each.run}/{each.step}", size_text(each.size), _word(each, applied), each.outcome or each.reason)
+        for each in found
+    ]
+    table(("TIER", "CHECKPOINT", "SIZE", "", "WHY"), rows, numeric=(2,))
+    going = [each for each in found if (each.outcome == "removed" if applied else each.goes)]
+    freed = f"{count_text(len(going), 'checkpoint')}, {size_text(sum(each.size for each in going))}"
+    say(f"removed {freed}" if applied else f"would remove {freed}" + ("; give --yes to do it" if going else ""))
+
+
+def _word(fate: Fate, applied: bool) -> str:
+    if fate.outcome:
+        return "gone" if fate.outcome == "removed" else "stays"
+    return ("waits" if applied else "goes") if fate.goes else "stays"

@@ -11,7 +11,7 @@ from forebay.cli.exits import on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, say_state, size_text, table
 from forebay.errors import NotFound
 from forebay.progress import byte_counter
-from forebay.types import Checkpoint, Level, Pressure, Shard, Status, TierStatus, WaitProgress
+from forebay.types import Checkpoint, Level, Pressure, RetentionStatus, Shard, Status, TierStatus, WaitProgress
 
 _STANDING = ("held", "away", "denied", "full")  # a tier takes nothing then
 
@@ -167,11 +167,27 @@ def _say_status(found: Status) -> None:
                 str(tier.pending_copies),
                 "-" if tier.oldest_pending_s is None else duration_text(tier.oldest_pending_s),
                 _pace(tier),
+                "-" if tier.live_nodes is None else str(tier.live_nodes),
                 tier.reason,
             )
             for tier in found.tiers
         ]
-        table(("TIER", "STATE", "WAITING", "SHARDS", "OLDEST", "DRAINS AT", ""), rows, numeric=(2, 3, 4, 5))
+        table(("TIER", "STATE", "WAITING", "SHARDS", "OLDEST", "DRAINS AT", "NODES", ""), rows, numeric=(2, 3, 4, 5, 6))
+        for tier in found.tiers:
+            if tier.bandwidth_bytes_per_s is not None and tier.live_nodes is not None:
+                say(
+                    f"{tier.name}: this node may send {size_text(tier.bandwidth_bytes_per_s)}/s, one of {tier.live_nodes} nodes"
+                )
+            if tier.retention.state != "no rule":
+                say(f"{tier.name}: retention {_retention(tier.retention)}")
+
+
+def _retention(found: RetentionStatus) -> str:
+    if found.state != "on":
+        return found.state
+    looked = "has not looked yet" if found.looked_s is None else f"looked {duration_text(found.looked_s)} ago"
+    last = f", {found.last} last" if found.last else ""
+    return f"{looked}, removed {count_text(found.removed, 'checkpoint')}, {size_text(found.removed_bytes)}{last}"
 
 
 def _pace(tier: TierStatus) -> str:

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from forebay_gateway.core.config_keys import READERS, BadValue, Key, from_environment
+from forebay_gateway.core.config_keys import READERS, BadValue, Cadence, Key, from_environment
 from forebay_gateway.core.config_sections import (
     SYSTEM_SOCKET,
     CacheConfig,
@@ -21,6 +21,8 @@ from forebay_gateway.core.config_sections import (
     LogConfig,
     MetricsConfig,
     NodeConfig,
+    PolicyConfig,
+    RetainConfig,
     TierConfig,
 )
 from forebay_gateway.core.errors import StartupError
@@ -37,17 +39,26 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "node": NodeConfig,
     "cache": CacheConfig,
     "tier": TierConfig,
+    "policy": PolicyConfig,
+    "retain": RetainConfig,
     "metrics": MetricsConfig,
     "log": LogConfig,
 }
 # Part of the contract, not yet built: refused by name, so that nobody believes they have an effect.
-_LATER_SECTIONS = ("policy", "retain", "peers", "security")
-_LATER_KEYS = {"tier": ("every", "stripe"), "cache": ("max_dirty_age",)}
+_LATER_SECTIONS = ("peers", "security")
+_LATER_KEYS = {"tier": ("stripe",)}
+_LISTS = ("tier", "policy", "retain")  # sections that are lists of tables
+_UNNAMED = ("policy", "retain")  # whose tables have no name that an environment variable could hold
 
 
 def _metas(section: str) -> dict[str, msgspec.Meta]:
     hints = get_type_hints(_SECTIONS[section], include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in msgspec.structs.fields(_SECTIONS[section])}
+    return {_key_name(field.name): hints[field.name].__metadata__[0] for field in msgspec.structs.fields(_SECTIONS[section])}
+
+
+def _key_name(field: str) -> str:
+    """As it is written in TOML: `class` is a word of Python's."""
+    return field.rstrip("_")
 
 
 def _fact(meta: msgspec.Meta) -> Key:
@@ -86,18 +97,19 @@ class _Reader:
         return ConfigError(sentence, **details, source=self._source)
 
     def _tables(self, raw: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        """Each section as a list of tables; only [[tier]] may have other than one."""
-        tables: dict[str, list[dict[str, Any]]] = {section: [{}] for section in _SECTIONS}
-        tables["tier"] = []
+        """Each section as a list of tables; only those of _LISTS may have other than one."""
+        tables: dict[str, list[dict[str, Any]]] = {section: [] if section in _LISTS else [{}] for section in _SECTIONS}
         for section, content in raw.items():
             if section in _LATER_SECTIONS:
                 raise self.fail(f"section [{section}] is not available in this release")
             if section not in _SECTIONS:
                 near = get_close_matches(section, _SECTIONS, 1, 0.0)
                 raise self.fail(f"unknown section or key {_word(section)} at the top; the nearest known section is [{near[0]}]")
-            if section == "tier":
+            if section in _LISTS:
                 if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-                    raise self.fail(f"tier is {_shown(content)} but must be a list of tables; begin each with [[tier]]")
+                    raise self.fail(
+                        f"{section} is {_shown(content)} but must be a list of tables; begin each with [[{section}]]"
+                    )
                 tables[section] = [dict(entry) for entry in content]
             elif isinstance(content, dict):
                 tables[section] = [dict(content)]
@@ -108,7 +120,7 @@ class _Reader:
     def _variables(self) -> Iterator[tuple[str, tuple[str, int, str]]]:
         """Every override that this document has a place for."""
         for section, keys in _KEYS.items():
-            for index, table in enumerate(self.sections[section]):
+            for index, table in enumerate(() if section in _UNNAMED else self.sections[section]):
                 middle = f"{section}_{table.get('name', index)}" if section == "tier" else section
                 for key in keys:
                     if (section, key) != ("tier", "name"):  # names the tier, so it cannot be changed by that name
@@ -147,7 +159,7 @@ class _Reader:
     def values(self, section: str, index: int = 0) -> dict[str, Any]:
         """The section's values, read; absent keys stay absent. Raises ConfigError at the first that breaks a rule."""
         table, keys = self.sections[section][index], _KEYS[section]
-        tier = f" of tier {_shown(table.get('name', index + 1))}" if section == "tier" else ""
+        tier = f" of {section} {_shown(table.get('name', table.get('run', index + 1)))}" if section in _LISTS else ""
         for name in table:
             if name not in keys:
                 raise self._unknown_key(section, name, tier)
@@ -258,12 +270,68 @@ def _tiers(reader: _Reader, cache: CacheConfig) -> tuple[TierConfig, ...]:
     return tuple(tiers)
 
 
+def _policies(reader: _Reader, tiers: tuple[TierConfig, ...]) -> tuple[PolicyConfig, ...]:
+    policies: list[PolicyConfig] = []
+    for index in range(len(reader.sections["policy"])):
+        values = reader.values("policy", index)
+        if "run" not in values:
+            raise reader.fail(f"policy.run of policy {index + 1} is missing")
+        if "class" in values:
+            values["class_"] = values.pop("class")
+        policy = PolicyConfig(**values)
+        where = f"of policy {_shown(policy.run)}"
+        for name in policy.tiers or ():
+            _check_tier(reader, f"policy.tiers {where}", name, tiers)
+        if policy.tiers is not None and not any(tier.required for tier in tiers if tier.name in policy.tiers):
+            required = [tier.name for tier in tiers if tier.required]
+            rule = "a list with at least one tier that is required; else set transient = true, for the cache alone"
+            raise reader.bad(f"policy.tiers {where}", list(policy.tiers), rule, json.dumps([required[0], *policy.tiers]))
+        for key in ("tiers", "every", "skip", "class_"):
+            if policy.transient and key in values:
+                raise reader.fail(
+                    f"policy.{_key_name(key)} {where} has no meaning beside transient = true; remove one of the two"
+                )
+        if any(policy.run == other.run for other in policies):
+            raise reader.fail(f"two policies are for run {_shown(policy.run)}; only the first could count")
+        policies.append(policy)
+    return tuple(policies)
+
+
+def _check_tier(reader: _Reader, where: str, name: str, tiers: tuple[TierConfig, ...]) -> None:
+    names = [tier.name for tier in tiers]
+    if name not in names:
+        near = get_close_matches(name, names, 1, 0.0)
+        raise reader.bad(where, name, f"the name of a configured tier: {', '.join(names)}", f'"{near[0]}"')
+
+
+def _retain(reader: _Reader, tiers: tuple[TierConfig, ...]) -> tuple[RetainConfig, ...]:
+    rules: list[RetainConfig] = []
+    for index in range(len(reader.sections["retain"])):
+        values = reader.values("retain", index)
+        if "run" not in values:
+            raise reader.fail(f"retain.run of retain {index + 1} is missing")
+        rule = RetainConfig(**values)
+        where = f"of retain {_shown(rule.run)}"
+        if rule.tier:
+            _check_tier(reader, f"retain.tier {where}", rule.tier, tiers)
+        if rule.keep_last is None and rule.keep_every is None and rule.keep_for is None:
+            raise reader.fail(
+                f"retain {where} says nothing of what to keep, so nothing would stay; the nearest is keep_last = 1"
+            )
+        if any((rule.run, rule.tier) == (other.run, other.tier) for other in rules):
+            raise reader.fail(f"two rules are for run {_shown(rule.run)} on the same tier; only the first could count")
+        rules.append(rule)
+    return tuple(rules)
+
+
 def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, uid: int | None, hostname: str) -> Config:
     reader = _Reader(raw, env, source)
     node = _node(reader, env, uid, hostname)
     cache = _cache(reader)
     metrics, log = MetricsConfig(**reader.values("metrics")), LogConfig(**reader.values("log"))
-    return Config(node=node, cache=cache, tiers=_tiers(reader, cache), metrics=metrics, log=log)
+    tiers = _tiers(reader, cache)
+    policies, retain = _policies(reader, tiers), _retain(reader, tiers)
+    return Config(node=node, cache=cache, tiers=tiers, policies=policies, retain=retain, metrics=metrics, log=log)
 
 
 def load_config(text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "") -> Config:
@@ -296,6 +364,8 @@ def _toml_string(text: str) -> str:
 def _toml_value(value: Any, read: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Cadence):
+        return _toml_string(format_duration(value.interval_s)) if value.interval_s else repr(value.count)
     if isinstance(value, tuple):
         return f"[{', '.join(_toml_string(entry) for entry in value)}]"
     if isinstance(value, str):
@@ -305,18 +375,26 @@ def _toml_value(value: Any, read: str) -> str:
     return repr(value)
 
 
-def _lines(section: str, struct: NodeConfig | CacheConfig | TierConfig | MetricsConfig | LogConfig) -> Iterator[str]:
-    for name, key in _KEYS[section].items():
-        value = getattr(struct, name)
+def _lines(section: str, struct: msgspec.Struct) -> Iterator[str]:
+    for field, (name, key) in zip(msgspec.structs.fields(struct), _KEYS[section].items(), strict=True):
+        value = getattr(struct, field.name)
         if value is None or (isinstance(struct, TierConfig) and key.only not in ("", struct.kind)):
             continue
         yield f"{name} = {_toml_value(value, key.read)}"
+
+
+def _policy_lines(policy: PolicyConfig) -> Iterator[str]:
+    for line in _lines("policy", policy):
+        if not policy.transient or line.startswith(("run ", "quota ", "transient ")):  # others have no meaning there
+            yield line
 
 
 def render_toml(config: Config) -> str:
     """The whole configuration as TOML, defaults included; load_config gives the same configuration back."""
     blocks = [["[node]", *_lines("node", config.node)], ["[cache]", *_lines("cache", config.cache)]]
     blocks += [["[[tier]]", *_lines("tier", tier)] for tier in config.tiers]
+    blocks += [["[[policy]]", *_policy_lines(policy)] for policy in config.policies]
+    blocks += [["[[retain]]", *_lines("retain", rule)] for rule in config.retain]
     blocks.append(["[metrics]", *_lines("metrics", config.metrics)])
     blocks.append(["[log]", *_lines("log", config.log)])
     return "\n".join("\n".join(block) + "\n" for block in blocks)
@@ -339,11 +417,11 @@ def config_table() -> str:
     rows = ["| key | type | default | environment | meaning |", "|---|---|---|---|---|"]
     for section, keys in _KEYS.items():
         metas = _metas(section)
-        defaults = {field.name: field.default for field in msgspec.structs.fields(_SECTIONS[section])}
+        defaults = {_key_name(field.name): field.default for field in msgspec.structs.fields(_SECTIONS[section])}
         for name, key in keys.items():
             kind = " or ".join(f'`"{choice}"`' for choice in key.choices) or key.read
             variable = _variable("tier_<name>" if section == "tier" else section, name)
-            shown = "" if (section, name) == ("tier", "name") else f"`{variable}`"
+            shown = "" if (section, name) == ("tier", "name") or section in _UNNAMED else f"`{variable}`"
             meaning = (metas[name].description or "") + (f" Kind `{key.only}` only." if key.only else "")
             label = f"`{section}.{name}`"
             rows.append(f"| {label} | {kind} | {_default_shown(key, defaults[name])} | {shown} | {meaning} |")

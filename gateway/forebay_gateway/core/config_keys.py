@@ -3,6 +3,7 @@
 Owns the meaning of single values. Does not own which keys exist, their defaults, or rules across keys (core/config).
 """
 
+import json
 import math
 import re
 import unicodedata
@@ -12,11 +13,21 @@ from posixpath import normpath
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from forebay_gateway.core.quantities import format_duration, format_size, parse_duration, parse_size
 
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path is 108 bytes with its final NUL; unix(7)
 MAX_NUMBER = 2**62
+MAX_INTERVAL_S = 30 * 86400.0
 RESERVED_TIER_NAMES = ("cache", "peer", "all", "any", "auto")
+
+
+class Cadence(msgspec.Struct, frozen=True):
+    """Which periodic checkpoints go: each `count`-th, none sooner than `interval_s` seconds after the one before."""
+
+    count: int = 1
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,46 @@ def _count(value: Any, key: Key) -> int:
     return number
 
 
+def _cadence(value: Any, key: Key) -> Cadence:
+    if isinstance(value, str) and not value.strip().isdigit():
+        try:
+            interval_s = parse_duration(value)
+        except ValueError:
+            interval_s = -1.0
+        if not 0 < interval_s <= MAX_INTERVAL_S:
+            raise BadValue('a whole number of checkpoints, or an interval such as "30m"', "1")
+        return Cadence(1, interval_s)
+    number = (
+        int(value) if isinstance(value, str) else _number(value, 'a whole number of checkpoints, or an interval such as "30m"')
+    )
+    if not isinstance(number, int):
+        raise BadValue("a whole number of checkpoints", str(max(1, int(number))))
+    _within(number, Key("cadence", low=1, high=1_000_000), lambda count: str(int(count)), "a whole number of checkpoints")
+    return Cadence(number)
+
+
+def _run_glob(value: Any, key: Key) -> str:
+    text = _text(value, key)
+    segments = text.split("/")
+    if not text or len(text.encode()) > 1024 or any(segment in ("", ".", "..") for segment in segments):
+        kept = "/".join(segment for segment in segments if segment not in ("", ".", ".."))
+        raise BadValue('a run or a pattern of runs, path-like, such as "team-a/*" or "**"', f'"{kept or "**"}"')
+    return text
+
+
+def _tier_list(value: Any, key: Key) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise BadValue("a list of at least one tier; for none, set transient = true", '["pfs"]')
+    names = tuple(_tier_name(entry, key) for entry in value)
+    if len(set(names)) != len(names):
+        raise BadValue("a list without duplicates", json.dumps(list(dict.fromkeys(names))))
+    return names
+
+
+def _tier_or_none(value: Any, key: Key) -> str:
+    return "" if value == "" else _tier_name(value, key)
+
+
 def _flag(value: Any, key: Key) -> bool:
     if not isinstance(value, bool):
         raise BadValue("true or false", {"1": "true", "0": "false"}.get(str(value)[:8], ""))
@@ -275,6 +326,10 @@ READERS: dict[str, Reader] = {
     "duration or off": _duration_or_off,
     "fraction": _fraction,
     "whole number": _count,
+    "cadence": _cadence,
+    "run glob": _run_glob,
+    "list of tiers": _tier_list,
+    "tier or none": _tier_or_none,
     "true or false": _flag,
     "choice": _choice,
     "bucket": _bucket,

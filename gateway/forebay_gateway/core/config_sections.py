@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from forebay_gateway.core.config_keys import Key
+from forebay_gateway.core.config_keys import Cadence, Key
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DAY_S = 86400.0
@@ -16,6 +16,9 @@ SYSTEM_SOCKET = "/run/forebay/gateway.sock"
 
 def _key(description: str, read: str, **facts: Any) -> msgspec.Meta:
     return msgspec.Meta(description=description, extra={"key": Key(read, **facts)})
+
+
+EACH = Cadence()
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +83,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     refuse: Annotated[float, _key("Fill at which new shards are refused.", "fraction", low=0.01, high=1)] = 0.95
     reopen: Annotated[float, _key("Fill below which refused writers are let in again.", "fraction", low=0.01, high=1)] = 0.85
     catalog_reserve: Annotated[int, _key("Bytes kept free on the disk for the catalog.", "size", low=MIB)] = 256 * MIB
+    max_dirty_age: Annotated[
+        float,
+        _key(
+            "Once the oldest shard that waits for a required tier is this old, writers are slowed as at the hard watermark, "
+            "whatever the fill; 0 or `off`: no limit.",
+            "duration or off",
+        ),
+    ] = 0.0
     direct_io: Annotated[
         str, _key("`auto` uses O_DIRECT where the file system has it; `off` never does.", "choice", choices=("auto", "off"))
     ] = "auto"
@@ -127,6 +138,29 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     required: Annotated[bool, _key("Whether a shard must be verified here before the cache may evict it.", "true or false")] = (
         True
     )
+    every: Annotated[
+        Cadence,
+        _key("Each how many periodic checkpoints of a run go to the tier, or after what time the next one does.", "cadence"),
+    ] = EACH
+    fleet_bandwidth: Annotated[
+        int | None,
+        _key(
+            "Most bytes a second that all nodes together send to the tier; each takes an equal share of it, by the number of "
+            "nodes that are alive.",
+            "size per second",
+            low=64 * KIB,
+            default="no limit",
+        ),
+    ] = None
+    stagger: Annotated[
+        float,
+        _key(
+            "Window over which nodes spread the beginnings of their drains of periodic checkpoints, each at an offset of its "
+            "own; 0 or `off`: all begin at once.",
+            "duration or off",
+            high=3600,
+        ),
+    ] = 0.0
     bandwidth: Annotated[
         int | None,
         _key("Most bytes a second that this node sends to the tier.", "size per second", low=64 * KIB, default="no limit"),
@@ -171,6 +205,67 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[[policy]]: what holds for the runs of a glob; the first that fits a run counts for it."""
+
+    run: Annotated[
+        str,
+        _key(
+            "Runs that this is for: `*` and `?` within a segment, `**` for any number of them.", "run glob", default="required"
+        ),
+    ]
+    tiers: Annotated[
+        tuple[str, ...] | None,
+        _key("Tiers that these checkpoints go to, of those configured.", "list of tiers", default="all"),
+    ] = None
+    every: Annotated[
+        Cadence | None,
+        _key("As `tier.every`, for these runs and each of their tiers.", "cadence", default="the tier's"),
+    ] = None
+    skip: Annotated[
+        bool,
+        _key(
+            "Whether a drain that lags may leave out periodic checkpoints that a newer complete one supersedes; never a pinned "
+            "or final one.",
+            "true or false",
+        ),
+    ] = False
+    class_: Annotated[
+        str,
+        _key(
+            "Class of these checkpoints where the save does not name one; `final` ones go first and are never left out.",
+            "choice",
+            choices=("periodic", "final"),
+        ),
+    ] = "periodic"
+    quota: Annotated[
+        int | None,
+        _key(
+            "Bytes of the cache that each of these runs may hold while they wait for a tier.", "size", low=MIB, default="none"
+        ),
+    ] = None
+    transient: Annotated[
+        bool,
+        _key("Cache only: never drained, evicted first, and every acknowledgement says so.", "true or false"),
+    ] = False
+
+
+class RetainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[[retain]]: what a tier keeps of the runs of a glob: all that any of the keys asks for. The first that fits counts."""
+
+    run: Annotated[str, _key("Runs that this is for, as `policy.run`.", "run glob", default="required")]
+    tier: Annotated[str, _key("Tier that this is for; empty: each of them.", "tier or none")] = ""
+    keep_last: Annotated[
+        int | None, _key("The newest complete checkpoints to keep, by commit.", "whole number", low=1, default="1")
+    ] = None
+    keep_every: Annotated[
+        int | None, _key("Keep those whose step is a multiple of this.", "whole number", low=1, default="none")
+    ] = None
+    keep_for: Annotated[float | None, _key("Keep what was committed within this time.", "duration", low=1, default="none")] = (
+        None
+    )
+
+
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[metrics]: figures for collectors."""
 
@@ -195,5 +290,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeConfig
     cache: CacheConfig
     tiers: tuple[TierConfig, ...]
+    policies: tuple[PolicyConfig, ...] = ()
+    retain: tuple[RetainConfig, ...] = ()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

@@ -31,6 +31,7 @@ class PublishState(StrEnum):
     PENDING = "pending"
     COMPLETE = "complete"  # manifest.json on the tier names this session
     SUPERSEDED = "superseded"  # manifest.json names a newer session of the same step
+    REMOVED = "removed"  # it was complete there, and retention has taken it away
 
 
 class PartState(StrEnum):

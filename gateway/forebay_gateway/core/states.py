@@ -56,6 +56,7 @@ class CopyEvent(StrEnum):
     GONE = "gone"  # the tier says, with authority, that it is not there
     REQUEUE = "requeue"
     SKIP = "skip"  # policy
+    REMOVE = "remove"  # retention took the checkpoint from the tier
     UNSKIP = "unskip"
 
 
@@ -83,6 +84,7 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 COPY_TABLE: dict[tuple[CopyState, CopyEvent], CopyState] = {
     (C.PENDING, CE.START): C.WRITING,
     (C.PENDING, CE.SKIP): C.SKIPPED,
+    (C.PENDING, CE.REMOVE): C.SKIPPED,
     (C.WRITING, CE.FAIL): C.PENDING,
     (C.WRITING, CE.PUT): C.WRITTEN,
     (C.WRITTEN, CE.VERIFY): C.VERIFIED,
@@ -90,6 +92,8 @@ COPY_TABLE: dict[tuple[CopyState, CopyEvent], CopyState] = {
     (C.WRITTEN, CE.GONE): C.PENDING,
     (C.VERIFIED, CE.MISMATCH): C.QUARANTINED,
     (C.VERIFIED, CE.GONE): C.PENDING,
+    (C.VERIFIED, CE.REMOVE): C.SKIPPED,
+    (C.QUARANTINED, CE.REMOVE): C.SKIPPED,
     (C.QUARANTINED, CE.REQUEUE): C.PENDING,
     (C.SKIPPED, CE.UNSKIP): C.PENDING,
 }

@@ -113,6 +113,13 @@ class Saves(msgspec.Struct, frozen=True, tag=True):
     under_way: bool
 
 
+class Pace(msgspec.Struct, frozen=True, tag=True):
+    """Bytes a second that go to a tier from now on; None is no limit."""
+
+    tier: str
+    bandwidth: int | None
+
+
 class UploadBegun(msgspec.Struct, frozen=True, tag=True):
     """The tier gave an upload an id; the mover waits for the Ack."""
 
@@ -153,7 +160,7 @@ class JobDone(msgspec.Struct, frozen=True, tag=True):
 
 
 Job = DrainJob | FetchJob | CheckJob
-ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel, Saves]  # noqa: UP007  msgspec reads it at run time
+ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel, Saves, Pace]  # noqa: UP007  msgspec reads it at run time
 ToFront = Union[UploadBegun, Progress, ItemDone, ItemFailed, JobDone]  # noqa: UP007
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,6 +28,7 @@ from forebay_gateway.movers.jobs import (
     ItemFailed,
     Job,
     JobDone,
+    Pace,
     Progress,
     Saves,
     Setup,
@@ -83,6 +84,14 @@ class MoverProcess:
         self._pause_s = 0.0
         self._stopped = False
         self._saves = Saves(False)
+        self._paces: dict[str, Pace] = {}
+
+    def pace(self, tier: str, bandwidth: int | None) -> None:
+        """What it may send to the tier; told to the process, and to each that takes its place."""
+        if (pace := Pace(tier, bandwidth)) != self._paces.get(tier):
+            self._paces[tier] = pace
+            if self._writer is not None and not self._writer.is_closing():
+                send(self._writer, pace)
 
     def saves(self, under_way: bool) -> None:
         """Whether shards are being received; told to the process, and to each that takes its place."""
@@ -182,6 +191,8 @@ class MoverProcess:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         send(self._writer, self._setup)
         send(self._writer, self._saves)
+        for pace in self._paces.values():
+            send(self._writer, pace)
         self._listener = asyncio.create_task(self._listen(reader, self._process), name=f"mover {self.name}")
         return self._writer
 
@@ -224,6 +235,7 @@ class Movers(Protocol):
     def next_job_id(self) -> int: ...
     def processes(self) -> list[MoverProcess]: ...
     def saves(self, under_way: bool) -> None: ...
+    def pace(self, tier: str, bandwidth: int | None) -> None: ...
     async def drain(self, tier: str, job: Job, reports: Reports) -> None: ...
     async def fetch(self, job: Job, reports: Reports) -> None: ...
     async def stop(self, grace_s: float) -> None: ...
@@ -255,6 +267,11 @@ class MoverPool:
         """Whether shards are being received now, for which drains should step back."""
         for process in self.processes():
             process.saves(under_way)
+
+    def pace(self, tier: str, bandwidth: int | None) -> None:
+        """Bytes a second that this node may send to the tier from now on; None is no limit. Only its drain puts bytes there."""
+        for process in self._lanes[tier]:
+            process.pace(tier, bandwidth)
 
     async def drain(self, tier: str, job: Job, reports: Reports) -> None:
         """Run a drain or check job in the tier's lane."""

@@ -35,6 +35,7 @@ from forebay_gateway.movers.jobs import (
     ItemFailed,
     Job,
     JobDone,
+    Pace,
     Progress,
     Saves,
     Setup,
@@ -51,6 +52,7 @@ from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.ranges import ReadAhead
 from forebay_gateway.tiers.readback import check_size
 from forebay_gateway.tiers.s3.parts import part_size
+from forebay_gateway.tiers.throttled import set_bandwidth
 from forebay_wire.manifest import unpack_chunk_crcs
 
 log = logging.getLogger("forebay.mover")
@@ -80,6 +82,8 @@ class Mover:
                         self._runner.acknowledged(job_id, index)
                     case Saves(under_way=under_way):
                         self._runner.turn.saves(under_way)
+                    case Pace(tier=tier, bandwidth=bandwidth):
+                        self._runner.pace(tier, bandwidth)
                     case Cancel(id=job_id):
                         if (running := self._jobs.get(job_id)) is not None:
                             running.cancel()
@@ -111,6 +115,7 @@ class JobRunner:
         self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
         self._ahead = ReadAhead()  # of all fetches; a mover that fetches drains nothing
         self._tiers: dict[str, Tier] = {}
+        self._paces: dict[str, int | None] = {}
         self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
         self.turn = Turn(SystemClock())
 
@@ -120,6 +125,12 @@ class JobRunner:
             with contextlib.suppress(ForebayError, OSError):
                 await tier.close()
         self._pool.close()
+
+    def pace(self, name: str, bandwidth: int | None) -> None:
+        """What may be sent to the tier now, also by transfers under way."""
+        self._paces[name] = bandwidth
+        if (tier := self._tiers.get(name)) is not None:
+            set_bandwidth(tier, bandwidth)
 
     def acknowledged(self, job_id: int, index: int) -> None:
         """The front has recorded the item's upload."""
@@ -144,6 +155,8 @@ class JobRunner:
         if tier is None:
             config = next(config for config in self._setup.tiers if config.name == name)
             tier = self._tiers[name] = self._open_tier(config)
+            if name in self._paces:
+                set_bandwidth(tier, self._paces[name])
         tier.capabilities = capabilities
         return tier
 

@@ -375,6 +375,9 @@ class Completion:
 
         await self._node.catalog.write(act)
         failpoints.hit("complete.done")
+        if state is PublishState.COMPLETE:
+            for listener in self._node.on_complete:
+                listener(self._tier.name, session.run, session.step)
         await mark_evictable(self._node, session.id)
         self._node.changes.tell()
 

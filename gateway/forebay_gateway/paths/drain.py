@@ -20,6 +20,7 @@ from forebay_gateway.core.records import PartRow, PartState, PendingCopy, Sessio
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths import marks
+from forebay_gateway.paths.fleet import not_before_s
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import let_go
 from forebay_gateway.tiers.base import StorageFull
@@ -141,6 +142,9 @@ class Drain:
                 if session is not None and entry.key.session_id != session.id:
                     break
                 session = session or txn.session(entry.key.session_id)
+                if session is not None and (later_s := not_before_s(self._node, self._tier.name, session) - now_s) > 0:
+                    session, wait_s = None, min(wait_s, later_s)
+                    continue
                 item = self._item(txn, entry, session)
                 if item is not None:
                     items.append(item)

@@ -279,7 +279,7 @@ class Finder:
         self.left_out = ""
         for tier in self._node.usable_tiers():
             try:
-                await self._indexed(tier, f"{CONTROL_DIR}/{RUNS_DIR}/", runs, RUN_DEPTH_MAX)
+                runs |= await noted_runs(tier)
                 if not await self._walk(tier, runs):
                     self.left_out = (
                         f"tier {tier.name} holds very many directories, of which {WALK_LISTS_MAX} were looked at: runs that "
@@ -288,13 +288,6 @@ class Finder:
             except ForebayError as error:
                 tier.failed(error)
         return sorted(runs)
-
-    async def _indexed(self, tier: MonitoredTier, prefix: str, runs: set[str], depth: int) -> None:
-        """Runs that gateways have noted on the tier."""
-        listing = await tier.tier.list(prefix)
-        runs.update(run for info in listing.objects if (run := parse_run_key(info.key)) is not None and is_run(run))
-        for name in listing.directories if depth else ():
-            await self._indexed(tier, f"{prefix}{name}/", runs, depth - 1)
 
     async def _walk(self, tier: MonitoredTier, runs: set[str]) -> bool:
         """Directories level by level down to those that hold a step, for what came onto the tier without a gateway; False where
@@ -315,6 +308,15 @@ class Finder:
                     below += [f"{prefix}{name}/" for name in names if parse_step_dir(name) is None]
             level = below
         return True
+
+
+async def noted_runs(tier: MonitoredTier, prefix: str = f"{CONTROL_DIR}/{RUNS_DIR}/", depth: int = RUN_DEPTH_MAX) -> set[str]:
+    """Runs that gateways have noted on the tier. Raises as the tier does."""
+    listing = await tier.tier.list(prefix)
+    runs = {run for info in listing.objects if (run := parse_run_key(info.key)) is not None and is_run(run)}
+    for name in listing.directories if depth else ():
+        runs |= await noted_runs(tier, f"{prefix}{name}/", depth - 1)
+    return runs
 
 
 def is_run(name: str) -> bool:

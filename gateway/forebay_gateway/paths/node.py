@@ -83,6 +83,7 @@ class Node:
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
+    on_complete: list[Callable[[str, str, int], None]] = field(default_factory=list)  # told (tier, run, step) at each manifest
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 

@@ -38,6 +38,7 @@ from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.removed import was_removed
 from forebay_gateway.paths.safety import arrived, copy_lost
 from forebay_gateway.paths.wholeness import is_complete
 from forebay_gateway.tiers.chunks import verified_chunks
@@ -52,6 +53,10 @@ SMALL_RANGE_BYTES = 16 << 20  # a range below this is not worth fetching a large
 ASKED_OFTEN = 8  # shards read out of a pack on a tier: the rest of it will be wanted too
 ASKED_PACKS_MAX = 4096
 CACHED_STATES = (ShardState.SEALED, ShardState.EVICTABLE)
+
+
+class Removed(NotFound):
+    """Absent since retention took it: no damage. kind stays "not_found"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +259,8 @@ class ReadPath:
         if not isinstance(error, Corrupt | NotFound):
             tier.failed(error)
             return error
+        if isinstance(error, NotFound) and await self._was_removed(key, tier):
+            return Removed("retention has removed the checkpoint from the tier", tier=tier.name)
         event = CopyEvent.MISMATCH if isinstance(error, Corrupt) else CopyEvent.GONE
 
         required = self._node.required_tiers
@@ -261,6 +268,12 @@ class ReadPath:
             log.warning("a copy on a tier is bad tier=%s error=%s", tier.name, error)
         self._node.ask_mend(key)
         return error
+
+    async def _was_removed(self, key: ShardKey, tier: MonitoredTier) -> bool:
+        """Whether its absence is no damage: then it is not put there again."""
+        with self._node.catalog.read() as txn:
+            session = txn.session(key.session_id)
+        return session is not None and await was_removed(self._node, tier, session)
 
     async def _asked_again(self, key: ShardKey, tier: MonitoredTier, error: NotFound) -> ForebayError:
         with self._node.catalog.read() as txn:
@@ -449,6 +462,8 @@ class _Stream:
         self._note_quarantined(source)
         tried = ", ".join(f"{name}: {error.sentence}" for name, error in self._errors.items()) or "no copy is there"
         details: dict[str, Any] = {"name": self._name, "chunk": self._at}
+        if self._errors and all(isinstance(error, Removed) for error in self._errors.values()) and not self._path.unreachable():
+            return NotFound("retention has removed this checkpoint while it was read; read a newer one", **details)
         if self._errors and all(isinstance(error, Corrupt | NotFound) for error in self._errors.values()):
             away = self._path.unreachable()
             if source != "auto" or not away:

@@ -24,6 +24,7 @@ from forebay_gateway.paths import marks
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
+from forebay_gateway.paths.pins import tell_pin
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -31,6 +32,7 @@ from forebay_wire.manifest import Manifest, ManifestError
 log = logging.getLogger("forebay.retain")
 
 DELETES_A_CALL = 1000
+SETTLED = (PublishState.COMPLETE, PublishState.SUPERSEDED)  # a tier holds it, or a newer one of its step
 WRITERS_UNSEEN_MAX = 64  # documents of so many are deleted without a look at what there is
 
 
@@ -59,6 +61,7 @@ class Retention:
             raise NotFound("this checkpoint is being deleted", run=run, step=step)
         change = marks.pinned(row.run, row.step, pinned)
         await self._node.marks.change(change, lambda txn: txn.set_pinned(row.run, row.step, pinned))
+        await tell_pin(self._node, row.run, row.step, pinned)
         self._node.changes.tell()
 
     async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:
@@ -69,7 +72,7 @@ class Retention:
                 "the checkpoint is pinned, and force does not change that; unpin it first", run=run, step=step
             )
         sessions, shards = await self._content(row)
-        safe = any(state is not PublishState.PENDING for session in sessions for state in session.publish.values())
+        safe = any(state in SETTLED for session in sessions for state in session.publish.values())
         if not safe and not force and not row.deleting:
             raise InvalidArgument(
                 "no tier holds this checkpoint yet, so its only copy would go; with --force (force=True) it goes all the same",
@@ -95,6 +98,12 @@ class Retention:
             txn.mark_deleting(row.run, row.step)
 
         await self._node.marks.change(marks.going(row), act, spare=True)
+
+    async def forget(self, row: CheckpointRow) -> None:
+        """Out of cache and catalog, a checkpoint that no tier holds any more, as the caller has seen on each."""
+        await self._mark(row)
+        self._node.changes.tell()
+        await self._finish(row)
 
     async def step(self) -> float | None:
         """Background: go on with deletions that a crash or an absent tier interrupted."""
@@ -156,7 +165,7 @@ class Retention:
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> bool:
         """False where the tier is away, or something is still on its way to it: it is tried again."""
-        if not tier.usable or await self._under_way(tier, sessions):
+        if not tier.usable or await self.is_under_way(tier, sessions):
             return False
         try:
             await self._off_tier(tier, row, sessions, shards)
@@ -170,12 +179,13 @@ class Retention:
     ) -> None:
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
-        await self._shards_off_tier(tier, row, sessions, shards)
+        await self.shards_off_tier(tier, row, sessions, shards)
         failpoints.hit("delete.off_tier")
 
-    async def _shards_off_tier(
+    async def shards_off_tier(
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> None:
+        """What rows of these sessions stand for, uploads, shards and part records, deleted there; the rows stay."""
         with self._node.catalog.read() as txn:
             uploads = [upload for session in sessions for upload in txn.uploads_of(session.id, tier.name)]
         for upload in uploads:  # their records go with the rows
@@ -215,18 +225,19 @@ class Retention:
                 return
             for name in current.publish:
                 tier = self._node.tiers.get(name)
-                if tier is None or not tier.usable or await self._under_way(tier, [current]):
+                if tier is None or not tier.usable or await self.is_under_way(tier, [current]):
                     raise Unavailable("a tier that holds the session cannot be cleaned now", tier=name, retry_after_s=5.0)
             for name in current.publish:
                 await self._node.catalog.write(partial(_yielded, current.id, name))  # no reader takes it from here on
             failpoints.hit("delete.superseded_marked")
             for name in current.publish:
-                await self._shards_off_tier(self._node.tiers[name], row, [current], shards)
+                await self.shards_off_tier(self._node.tiers[name], row, [current], shards)
             await self._out_of_cache([current], shards)
         self._node.changes.tell()
 
-    async def _under_way(self, tier: MonitoredTier, sessions: list[SessionRow]) -> bool:
-        """After the marking neither a copy nor a document is begun any more; those that were have to end first."""
+    async def is_under_way(self, tier: MonitoredTier, sessions: list[SessionRow]) -> bool:
+        """Whether something of them is on its way to the tier. After the marking neither a copy nor a document is begun any
+        more; those that were have to end first."""
         if any((tier.name, session.id) in self._node.publishing for session in sessions):
             return True
         for session in sessions:

@@ -83,6 +83,8 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
             word = "complete"
         elif state is PublishState.SUPERSEDED:
             word = "superseded"
+        elif state is PublishState.REMOVED:
+            word = "removed"
         elif state is None:
             word = "incomplete"
         else:

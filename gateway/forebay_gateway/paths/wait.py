@@ -128,7 +128,7 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
         return Progress(reached, total, total, () if reached else missing, "" if reached else describe_missing(missing))
     state = session.publish.get(level)
     _, _, done, total = txn.session_progress(session.id, level)
-    if state in (PublishState.COMPLETE, PublishState.SUPERSEDED):
+    if state in (PublishState.COMPLETE, PublishState.SUPERSEDED, PublishState.REMOVED):  # it was reached
         return Progress(True, total, total, (), "")
     if session.reason:
         reason = session.reason

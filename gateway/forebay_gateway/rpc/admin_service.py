@@ -8,6 +8,8 @@ from dataclasses import replace
 from forebay_gateway import __version__
 from forebay_gateway.core.config import render_toml
 from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.expire import Expiry
+from forebay_gateway.paths.fleet import Fleet
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.write import WritePath
@@ -22,12 +24,23 @@ INCOMPLETE_SHOWN_MAX = 20
 class AdminService:
     """One instance a gateway."""
 
-    def __init__(self, node: Node, health: Health, writes: WritePath, drains: dict[str, Drain], source: str) -> None:
+    def __init__(
+        self,
+        node: Node,
+        health: Health,
+        writes: WritePath,
+        drains: dict[str, Drain],
+        source: str,
+        fleets: dict[str, Fleet],
+        expiries: dict[str, Expiry],
+    ) -> None:
         self._node = node
         self._health = health
         self._writes = writes
         self._drains = drains
         self._source = source
+        self._fleets = fleets
+        self._expiries = expiries
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
@@ -86,6 +99,9 @@ class AdminService:
             pending_bytes=totals.size if totals else 0,
             drain_bytes_per_s=tier.rate.bytes_per_s,
             required=tier.required,
+            live_nodes=self._fleets[tier.name].live_nodes,
+            bandwidth_bytes_per_s=self._fleets[tier.name].bandwidth,
+            retention=self._retention(self._expiries[tier.name]),
         )
         oldest_s = self._health.oldest_pending_s(tier.name)
         if oldest_s is not None:
@@ -105,6 +121,16 @@ class AdminService:
             if proved.clock_skew_s is not None:
                 message.clock_skew_s = proved.clock_skew_s
         return message
+
+    def _retention(self, expiry: Expiry) -> pb.RetentionStatus:
+        tally = expiry.tally
+        return pb.RetentionStatus(
+            state=expiry.off or "on",
+            looked_s=None if tally.looked_at_s is None else self._node.clock.monotonic() - tally.looked_at_s,
+            removed=tally.removed,
+            removed_bytes=tally.removed_bytes,
+            last=tally.last,
+        )
 
     @answers
     async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:

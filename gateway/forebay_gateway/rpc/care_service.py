@@ -20,6 +20,7 @@ from forebay_gateway.paths.care.space import Moved, Space
 from forebay_gateway.paths.care.tier_scrub import TierScrubber
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.expire import Expiry, Fate, fates_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, streams
@@ -40,6 +41,7 @@ class Care:
     collect: Collector
     space: Space
     drains: dict[str, Drain]
+    expiries: dict[str, Expiry]
 
 
 class CareService:
@@ -124,6 +126,16 @@ class CareService:
             act = self._care.collect.collect if request.apply else self._care.collect.survey
             for item in await act(request.older_than_s):
                 yield garbage(item)
+
+    @streams
+    async def Retain(self, request: pb.RetainRequest, context: Context) -> AsyncGenerator[pb.Fate, None]:
+        """See admin.proto."""
+        if request.run:
+            check_name(request.run)
+        with self._lock.hold("retain"):
+            async with aclosing(fates_of(self._care.expiries.values(), request.run, apply=request.apply)) as fates:
+                async for each in fates:
+                    yield fate(each)
 
     @answers
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.Moved:
@@ -243,6 +255,20 @@ def garbage(value: Garbage) -> pb.Garbage:
     if value.age_s is not None:
         message.age_s = value.age_s
     return message
+
+
+def fate(value: Fate) -> pb.Fate:
+    """As a message."""
+    return pb.Fate(
+        tier=value.tier,
+        run=value.run,
+        step=value.step,
+        session=value.session,
+        size=value.size,
+        goes=value.goes,
+        reason=value.reason,
+        outcome=value.outcome,
+    )
 
 
 def moved(value: Moved) -> pb.Moved:

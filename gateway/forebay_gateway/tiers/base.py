@@ -69,6 +69,9 @@ class ObjectInfo:
     size: int
     tag: str
     crc32c: int | None = None  # full-object, and only where it is proved: the server says so, or this call read it back
+    modified_s: float | None = (
+        None  # when it was written, by the tier's own clock; to be compared with nothing but others of it
+    )
 
 
 @dataclass(frozen=True, slots=True)

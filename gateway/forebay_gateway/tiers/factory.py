@@ -9,6 +9,7 @@ from pathlib import Path
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.core.fleet import share_of
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.metered import MeteredTier, TierMeter
@@ -32,8 +33,9 @@ def open_tier(
     """
     clock = clock or SystemClock()
     tier = _bare(config, clock, owner, known_root)
-    if config.bandwidth is not None or config.iops is not None:
-        tier = ThrottledTier(tier, clock, config.bandwidth, config.iops)
+    bandwidth = share_of(config.fleet_bandwidth, 1, config.bandwidth)  # until it is known how many nodes there are
+    if bandwidth is not None or config.iops is not None:
+        tier = ThrottledTier(tier, clock, bandwidth, config.iops)
     tier = RetryingTier(tier, clock, policy)
     return tier if meter is None else MeteredTier(tier, meter)
 

@@ -4,7 +4,7 @@ Owns a dictionary. Nothing outlives the process; two MemoryTiers meet only when 
 """
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ _PIECE_BYTES = 1 << 20
 class _Object:
     data: bytes
     tag: str
+    modified_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class MemoryStore:
     objects: dict[str, _Object] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     versions: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    now: Callable[[], float | None] = lambda: None  # its own clock, where it has one
 
 
 class MemoryTier(Tier):
@@ -68,7 +70,7 @@ class MemoryTier(Tier):
         return self._store(key, bytes(data))
 
     def _store(self, key: str, data: bytes) -> ObjectInfo:
-        self.store.objects[key] = _Object(data, f"v{next(self.store.versions)}")
+        self.store.objects[key] = _Object(data, f"v{next(self.store.versions)}", self.store.now())
         return self._info(key)
 
     def _object(self, key: str) -> _Object:
@@ -79,7 +81,7 @@ class MemoryTier(Tier):
 
     def _info(self, key: str) -> ObjectInfo:
         found = self._object(key)
-        return ObjectInfo(key, len(found.data), found.tag, crc32c(found.data))
+        return ObjectInfo(key, len(found.data), found.tag, crc32c(found.data), found.modified_s)
 
     async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         info = self._info(key)

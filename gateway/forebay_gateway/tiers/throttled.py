@@ -30,6 +30,11 @@ class TokenBucket:
         self._tokens = self._burst
         self._at_s = clock.monotonic()
 
+    def set_rate(self, rate: float) -> None:
+        """From now on; what was saved up or owed stays."""
+        self._refill()
+        self._rate, self._burst = rate, max(1.0, rate * _BURST_S)
+
     def _refill(self) -> None:
         now_s = self._clock.monotonic()
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
@@ -65,8 +70,18 @@ class ThrottledTier(TierWrapper):
 
     def __init__(self, inner: Tier, clock: Clock, bandwidth: int | None = None, iops: int | None = None) -> None:
         super().__init__(inner)
+        self._clock = clock
         self._bytes = None if bandwidth is None else TokenBucket(bandwidth, clock)
         self._verbs = None if iops is None else TokenBucket(iops, clock)
+
+    def set_bandwidth(self, bandwidth: int | None) -> None:
+        """From now on, transfers under way included where there was a limit before."""
+        if bandwidth is None:
+            self._bytes = None
+        elif self._bytes is None:
+            self._bytes = TokenBucket(bandwidth, self._clock)
+        else:
+            self._bytes.set_rate(bandwidth)
 
     async def _admit(self, size: int = 0) -> None:
         if self._verbs is not None:
@@ -128,3 +143,12 @@ class ThrottledTier(TierWrapper):
     async def sweep(self, key: str) -> None:
         await self._admit()
         await self.inner.sweep(key)
+
+
+def set_bandwidth(tier: Tier, bandwidth: int | None) -> None:
+    """Of a tier with its decorators; a no-op on one that was opened without any limit."""
+    while isinstance(tier, TierWrapper):
+        if isinstance(tier, ThrottledTier):
+            tier.set_bandwidth(bandwidth)
+            return
+        tier = tier.inner

@@ -112,6 +112,9 @@ class TierStatus(_message.Message):
     DRAIN_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     REQUIRED_FIELD_NUMBER: _builtins.int
     CLOCK_SKEW_S_FIELD_NUMBER: _builtins.int
+    LIVE_NODES_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _builtins.str
     state: _builtins.str
@@ -123,8 +126,14 @@ class TierStatus(_message.Message):
     drain_bytes_per_s: _builtins.float
     required: _builtins.bool
     clock_skew_s: _builtins.float
+    live_nodes: _builtins.int
+    """nodes that share it, this one among them; with fleet_bandwidth only"""
+    bandwidth_bytes_per_s: _builtins.int
+    """what this node may send now"""
     @_builtins.property
     def capabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def retention(self) -> Global___RetentionStatus: ...
     def __init__(
         self,
         *,
@@ -139,21 +148,71 @@ class TierStatus(_message.Message):
         drain_bytes_per_s: _builtins.float = ...,
         required: _builtins.bool = ...,
         clock_skew_s: _builtins.float | None = ...,
+        live_nodes: _builtins.int | None = ...,
+        bandwidth_bytes_per_s: _builtins.int | None = ...,
+        retention: Global___RetentionStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "_oldest_pending_s", b"_oldest_pending_s", "clock_skew_s", b"clock_skew_s", "oldest_pending_s", b"oldest_pending_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s", "_clock_skew_s", b"_clock_skew_s", "_live_nodes", b"_live_nodes", "_oldest_pending_s", b"_oldest_pending_s", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "clock_skew_s", b"clock_skew_s", "live_nodes", b"live_nodes", "oldest_pending_s", b"oldest_pending_s", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "_oldest_pending_s", b"_oldest_pending_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s", "_clock_skew_s", b"_clock_skew_s", "_live_nodes", b"_live_nodes", "_oldest_pending_s", b"_oldest_pending_s", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "live_nodes", b"live_nodes", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "retention", b"retention", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bandwidth_bytes_per_s: _TypeAlias = _typing.Literal["bandwidth_bytes_per_s"]  # noqa: Y015
+    _WhichOneofArgType__bandwidth_bytes_per_s: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s"]  # noqa: Y015
     _WhichOneofReturnType__clock_skew_s: _TypeAlias = _typing.Literal["clock_skew_s"]  # noqa: Y015
     _WhichOneofArgType__clock_skew_s: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s"]  # noqa: Y015
+    _WhichOneofReturnType__live_nodes: _TypeAlias = _typing.Literal["live_nodes"]  # noqa: Y015
+    _WhichOneofArgType__live_nodes: _TypeAlias = _typing.Literal["_live_nodes", b"_live_nodes"]  # noqa: Y015
     _WhichOneofReturnType__oldest_pending_s: _TypeAlias = _typing.Literal["oldest_pending_s"]  # noqa: Y015
     _WhichOneofArgType__oldest_pending_s: _TypeAlias = _typing.Literal["_oldest_pending_s", b"_oldest_pending_s"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bandwidth_bytes_per_s) -> _WhichOneofReturnType__bandwidth_bytes_per_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_skew_s) -> _WhichOneofReturnType__clock_skew_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__live_nodes) -> _WhichOneofReturnType__live_nodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_pending_s) -> _WhichOneofReturnType__oldest_pending_s | None: ...
 
 Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
+
+@_typing.final
+class RetentionStatus(_message.Message):
+    """Retention on one tier, as this node's process has done it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    LOOKED_S_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    REMOVED_BYTES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"on", "no rule", or why it is off"""
+    looked_s: _builtins.float
+    """since the last look at a run"""
+    removed: _builtins.int
+    """checkpoints"""
+    removed_bytes: _builtins.int
+    last: _builtins.str
+    """the last one that went, as run/step"""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        looked_s: _builtins.float | None = ...,
+        removed: _builtins.int = ...,
+        removed_bytes: _builtins.int = ...,
+        last: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_looked_s", b"_looked_s", "looked_s", b"looked_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_looked_s", b"_looked_s", "last", b"last", "looked_s", b"looked_s", "removed", b"removed", "removed_bytes", b"removed_bytes", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__looked_s: _TypeAlias = _typing.Literal["looked_s"]  # noqa: Y015
+    _WhichOneofArgType__looked_s: _TypeAlias = _typing.Literal["_looked_s", b"_looked_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__looked_s) -> _WhichOneofReturnType__looked_s | None: ...
+
+Global___RetentionStatus: _TypeAlias = RetentionStatus  # noqa: Y015
 
 @_typing.final
 class MoverStatus(_message.Message):
@@ -879,6 +938,73 @@ class Moved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Moved: _TypeAlias = Moved  # noqa: Y015
+
+@_typing.final
+class RetainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """"" all"""
+    apply: _builtins.bool
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        apply: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainRequest: _TypeAlias = RetainRequest  # noqa: Y015
+
+@_typing.final
+class Fate(_message.Message):
+    """What becomes of one checkpoint on one tier. Without `goes` it stays, for the reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    GOES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    """the first digits of its hash, as directories have it; "" of one that is not complete there"""
+    size: _builtins.int
+    goes: _builtins.bool
+    reason: _builtins.str
+    outcome: _builtins.str
+    """with `apply`: "removed", or why not"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        size: _builtins.int = ...,
+        goes: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goes", b"goes", "outcome", b"outcome", "reason", b"reason", "run", b"run", "session", b"session", "size", b"size", "step", b"step", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fate: _TypeAlias = Fate  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -245,6 +245,11 @@ class CareStub:
                 request_serializer=forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_stream(
+                '/forebay.v1.Care/Retain',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.RetainRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.Fate.FromString,
+                _registered_method=True)
 
 
 class CareServicer:
@@ -317,6 +322,13 @@ class CareServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retain(self, request, context):
+        """What the rules of [[retain]] keep on each tier and what goes; with `apply` it goes now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CareServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -369,6 +381,11 @@ def add_CareServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.RetainRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.Fate.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -642,6 +659,33 @@ class Care:
             '/forebay.v1.Care/Drain',
             forebay__wire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             forebay__wire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.Care/Retain',
+            forebay__wire_dot_v1_dot_admin__pb2.RetainRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.Fate.FromString,
             options,
             channel_credentials,
             insecure,

@@ -95,6 +95,8 @@ class CareStub:
     Warmup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.Moved]
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Try every waiting copy now, without the pause after its last failure."""
+    Retain: _grpc.UnaryStreamMultiCallable[_admin_pb2.RetainRequest, _admin_pb2.Fate]
+    """What the rules of [[retain]] keep on each tier and what goes; with `apply` it goes now."""
 
 @_typing.type_check_only
 class CareAsyncStub(CareStub):
@@ -117,6 +119,8 @@ class CareAsyncStub(CareStub):
     Warmup: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.Moved]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Try every waiting copy now, without the pause after its last failure."""
+    Retain: _aio.UnaryStreamMultiCallable[_admin_pb2.RetainRequest, _admin_pb2.Fate]  # type: ignore[assignment]
+    """What the rules of [[retain]] keep on each tier and what goes; with `apply` it goes now."""
 
 class CareServicer(metaclass=_abc_1.ABCMeta):
     """Care of what is stored: checks, repairs, and what goes. One command at a time; a second one is UNAVAILABLE."""
@@ -196,5 +200,13 @@ class CareServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Try every waiting copy now, without the pause after its last failure."""
+
+    @_abc_1.abstractmethod
+    def Retain(
+        self,
+        request: _admin_pb2.RetainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Fate], _abc.AsyncIterator[_admin_pb2.Fate]]:
+        """What the rules of [[retain]] keep on each tier and what goes; with `apply` it goes now."""
 
 def add_CareServicer_to_server(servicer: CareServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,6 +35,8 @@ async def check_documents(node: Node, session: SessionRow, tier: MonitoredTier) 
     with node.catalog.read() as txn:
         current = txn.session(session.id) or session
         parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
+    if current.publish.get(tier.name) is PublishState.REMOVED:
+        return []
     complete = current.publish.get(tier.name) is PublishState.COMPLETE
     if complete and (problem := await _check_manifest(current, tier)) is not None:
         found.append(problem)

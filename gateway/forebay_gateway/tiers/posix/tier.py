@@ -563,4 +563,4 @@ def _tag(stat: os.stat_result) -> str:
 
 
 def _info(key: str, stat: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, stat.st_size, _tag(stat))
+    return ObjectInfo(key, stat.st_size, _tag(stat), modified_s=stat.st_mtime)

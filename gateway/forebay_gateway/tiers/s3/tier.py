@@ -244,7 +244,9 @@ class S3Tier(Tier):
         return self._info(key, await self.client.call("head_object", key, ChecksumMode="ENABLED"))
 
     def _info(self, key: str, answer: dict[str, Any]) -> ObjectInfo:
-        return ObjectInfo(key, int(answer["ContentLength"]), str(answer["ETag"]), full_object_crc(answer))
+        written = answer.get("LastModified")
+        modified_s = None if written is None else written.timestamp()
+        return ObjectInfo(key, int(answer["ContentLength"]), str(answer["ETag"]), full_object_crc(answer), modified_s)
 
     async def delete(self, key: str) -> None:
         try:

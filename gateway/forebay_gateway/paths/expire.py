@@ -1,0 +1,449 @@
+"""What the rules of `[[retain]]` let go of, off one tier.
+
+    a run's steps on the tier -> those that are new get their place in the run's ledger -> this node takes the ledger for a
+    while -> verdicts -> what goes is noted there -> its manifest is kept aside, then deleted: from here on no reader finds it
+    -> its shards and part records -> the ledger says that it has gone; every node's catalog follows (removed.py)
+
+One node at a time works on a run: it holds the run's ledger, a document on the tier that is only ever replaced as it was read.
+A holder counts as gone when another one has seen the document unchanged for its time to live, by the latter's own monotonic
+clock; itself it stops acting at half of that. Owns this order, so that a kill at any point leaves a checkpoint whole or
+invisible, and whoever holds the ledger next goes on. Only what a manifest names is deleted. The rules are core/retention's.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.base.recent import Recent
+from forebay_gateway.core.config_sections import RetainConfig
+from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.fleet import Sighting, look, unchanged_s
+from forebay_gateway.core.layout import current_key, manifest_key, parse_step_dir, part_key, shard_key
+from forebay_gateway.core.records import PublishState
+from forebay_gateway.core.retention import (
+    GONE_MAX,
+    Entry,
+    Groups,
+    Ledger,
+    Name,
+    Verdict,
+    decide,
+    ledger_key,
+    manifest_is_final,
+    place,
+    read_ledger,
+    rule_of,
+    tombstone_key,
+)
+from forebay_gateway.paths.find import noted_runs
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.pins import pinned_steps
+from forebay_gateway.paths.removed import Follower
+from forebay_gateway.paths.retain import DELETES_A_CALL
+from forebay_gateway.paths.wholeness import sessions_of
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.manifest import Manifest, ManifestError
+from forebay_wire.names import session8
+
+log = logging.getLogger("forebay.retain")
+
+LOOK_S = 300.0  # between two looks at all runs
+SOON_S = 10.0  # where another node holds the ledger, or something is under way
+TTL_S = 120.0
+TTL_S_MAX = 3600.0  # whatever a document says
+GOING_MAX = 64  # checkpoints in one go, so that the ledger is held for a bounded time
+PROVED_MAX = 64
+RUNS_REMEMBERED_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one checkpoint on one tier. `outcome` is empty where nothing was done."""
+
+    tier: str
+    run: str
+    step: int
+    session: str
+    size: int
+    goes: bool
+    reason: str
+    outcome: str = ""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Since this process began."""
+
+    looked_at_s: float | None = None  # monotonic, when the last look at a run ended
+    removed: int = 0
+    removed_bytes: int = 0
+    last: str = ""  # what went last, run/step
+
+
+@dataclass(slots=True)
+class _Hold:
+    """The ledger, while it is this process's."""
+
+    ledger: Ledger
+    tag: str
+    safe_until_s: float
+    now_s: float | None  # by the tier's own clock
+
+
+class Busy(Unavailable):
+    """Another node works on the run, or was faster. kind stays "unavailable"; nothing is wrong with the tier."""
+
+    def __init__(self, tier: str, run: str, pause_s: float = SOON_S) -> None:
+        self.pause_s = pause_s
+        super().__init__("retention of this run is another node's work just now", retry_after_s=pause_s, tier=tier, run=run)
+
+
+class Expiry:
+    """Retention on one tier."""
+
+    def __init__(self, node: Node, tier: MonitoredTier, follower: Follower) -> None:
+        self._node, self._tier, self._follower = node, tier, follower
+        self._process = secrets.token_hex(8)
+        self._lock = asyncio.Lock()
+        self._seen: Recent[str, Sighting] = Recent(RUNS_REMEMBERED_MAX)
+        self._due: dict[str, float] = {}
+        self._completed: dict[str, set[int]] = {}  # steps that were completed here since the last look at their run
+        self._look_at_all_s = float("-inf")
+        self.tally = Tally()
+        self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def off(self) -> str:
+        """Why nothing is removed here; empty where rules are kept."""
+        if not any(rule.tier in ("", self._tier.name) for rule in self._node.config.retain):
+            return "no rule"
+        proved = self._tier.tier.capabilities
+        if proved is not None and not proved.conditional_replace:
+            return "off: the tier cannot replace a document only as it was read, so nodes could not take turns"
+        return ""
+
+    def completed(self, run: str, step: int) -> None:
+        """A checkpoint became complete on this tier: what it makes superfluous goes soon."""
+        if rule_of(run, self._tier.name, self._node.config.retain) is not None:
+            self._completed.setdefault(run, set()).add(step)
+            self._due[run] = self._node.clock.monotonic()
+            self.wake()
+
+    async def step(self) -> float | None:
+        """Background: the runs whose time has come; now and then all of them. Returns the pause in seconds."""
+        if self.off or not self._tier.usable:
+            return None
+        now_s = self._node.clock.monotonic()
+        try:
+            if now_s >= self._look_at_all_s:
+                for run in await self.runs():
+                    self._due.setdefault(run, now_s)
+                self._look_at_all_s = now_s + LOOK_S
+            for run in [run for run, at_s in self._due.items() if at_s <= now_s]:
+                del self._due[run]
+                try:
+                    await self.look(run, apply=True)
+                except Busy as busy:
+                    self._due[run] = self._node.clock.monotonic() + busy.pause_s
+        except ForebayError as error:
+            self._tier.failed(error)
+            self._look_at_all_s = min(self._look_at_all_s, self._node.clock.monotonic() + SOON_S)
+            return SOON_S
+        next_s = min([self._look_at_all_s, *self._due.values()])
+        return max(0.0, next_s - self._node.clock.monotonic())
+
+    async def runs(self) -> list[str]:
+        """All that a rule is for: those of this catalog, and those noted on the tier."""
+        with self._node.catalog.read() as txn:
+            known = set(txn.runs())
+        known |= await noted_runs(self._tier)
+        return sorted(run for run in known if rule_of(run, self._tier.name, self._node.config.retain) is not None)
+
+    async def look(self, run: str, *, apply: bool) -> list[Fate]:
+        """What becomes of a run's checkpoints here; with `apply` it is done. Raises Busy, and as the tier does."""
+        rule = rule_of(run, self._tier.name, self._node.config.retain)
+        if rule is None or self.off:
+            return []
+        if not self._tier.usable:
+            raise Unavailable("the tier cannot be reached", retry_after_s=5.0, tier=self._tier.name, reason=self._tier.reason)
+        async with self._lock:
+            fates = await self._look(run, rule, apply)
+        self.tally.looked_at_s = self._node.clock.monotonic()
+        return fates
+
+    async def _look(self, run: str, rule: RetainConfig, apply: bool) -> list[Fate]:
+        ledger, tag = await self._read(run)
+        there = await self._steps(run)
+        completed = set(self._completed.get(run, ()))
+        groups = await self._with_news(run, ledger, there, completed)
+        protected, pinned = self._protected(run, groups), await pinned_steps(self._node, self._tier, run)
+        # At the end of all times everything has its age: what could go at all.
+        likely = any(verdict.goes for verdict in decide(rule, groups, float("inf"), protected, pinned))
+        verdicts = decide(rule, groups, None, protected, pinned)
+        outcomes: dict[Name, str] = {}
+        if likely or ledger.going or groups != ledger.groups:
+            hold = await self._take(replace(ledger, groups=groups), tag)
+            try:
+                verdicts, outcomes = await self._act(rule, hold, apply)
+            finally:
+                ledger = hold.ledger
+        self._completed.get(run, set()).difference_update(completed)
+        if not await self._follower.follow(self._tier, run, ledger):
+            self._due.setdefault(run, self._node.clock.monotonic() + SOON_S)
+        return self._told(run, there, verdicts, outcomes)
+
+    def _told(self, run: str, there: Iterable[int], verdicts: Sequence[Verdict], outcomes: dict[Name, str]) -> list[Fate]:
+        known = {verdict.entry.step for verdict in verdicts}
+        fates = [
+            Fate(self._tier.name, run, step, "", 0, False, "it is not complete here") for step in sorted(set(there) - known)
+        ]
+        for verdict in verdicts:
+            entry = verdict.entry
+            outcome = outcomes.get(entry.name, "")
+            fates.append(
+                Fate(self._tier.name, run, entry.step, entry.session, entry.size, verdict.goes, verdict.reason, outcome)
+            )
+        return fates
+
+    # -- what is there -------------------------------------------------------------------------------------------------
+
+    async def _read(self, run: str) -> tuple[Ledger, str]:
+        """The ledger and its version; an empty one, and no version, where there is none."""
+        key = ledger_key(run)
+        try:
+            document, info = await self._tier.tier.get_small(key)
+        except NotFound:
+            return Ledger(run=run), ""
+        before = {run: seen} if (seen := self._seen.get(run)) is not None else {}
+        self._seen[run] = look(before, {run: info.tag}, self._node.clock.monotonic())[run]
+        ledger = read_ledger(document, run)
+        if ledger is None:
+            log.warning("a ledger of retention is damaged and made anew tier=%s run=%s", self._tier.name, run)
+            ledger = Ledger(run=run)
+        return ledger, info.tag
+
+    async def _steps(self, run: str) -> set[int]:
+        listing = await self._tier.tier.list(f"{run}/")
+        return {step for name in listing.directories if (step := parse_step_dir(name)) is not None}
+
+    async def _with_news(self, run: str, ledger: Ledger, there: set[int], completed: set[int]) -> Groups:
+        """The ledger's groups without what is no longer there, and with what has come."""
+        known = {entry.step: entry for entry in ledger.entries if entry.step in there}
+        going = {entry.step for entry in ledger.going}
+        arrivals = []
+        for step in sorted(there - going):
+            if step in known and step not in completed:
+                continue
+            entry = await self._entry(run, step)
+            if entry is None or (step in known and entry.name == known[step].name):
+                continue
+            arrivals.append(entry)
+            known.pop(step, None)  # a newer session of the step stands there: its place is another
+        groups = _only(ledger.groups, {entry.name for entry in known.values()})
+        return place(groups, arrivals, self._commits(run))
+
+    async def _entry(self, run: str, step: int) -> Entry | None:
+        """What the manifest there says; None where there is none, or none that can be read."""
+        found = await self._manifest(manifest_key(run, step))
+        if found is None:
+            return None
+        manifest, committed_s, _, _ = found
+        size = sum(file.size for _, file, _ in manifest.files())
+        return Entry(step, session8(manifest.session), committed_s, manifest_is_final(manifest), size)
+
+    async def _manifest(self, key: str) -> tuple[Manifest, float | None, str, bytes] | None:
+        """(manifest, when it was written by the tier's clock, version, document)."""
+        try:
+            document, info = await self._tier.tier.get_small(key)
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+        except NotFound:
+            return None
+        except ManifestError as error:
+            log.warning("retention passes over a damaged manifest tier=%s key=%s error=%s", self._tier.name, key, error)
+            return None
+        return manifest, info.modified_s, info.tag, document
+
+    def _commits(self, run: str) -> dict[Name, int]:
+        """The order of the commits that this node saw."""
+        with self._node.catalog.read() as txn:
+            sessions = [session for row in txn.checkpoints(run) for session in sessions_of(txn, row)]
+        return {(each.step, session8(each.session)): each.commit_seq for each in sessions if each.commit_seq}
+
+    def _protected(self, run: str, groups: Groups) -> dict[Name, str]:
+        """Those that this node knows a reason for, by its catalog."""
+        found: dict[Name, str] = {}
+        with self._node.catalog.read() as txn:
+            for entry in (entry for group in groups for entry in group):
+                row = txn.checkpoint(run, entry.step)
+                if row is not None and row.deleting:
+                    found[entry.name] = "it is being deleted"
+                for session in [] if row is None else sessions_of(txn, row):
+                    waits = [name for name, state in session.publish.items() if state is PublishState.PENDING]
+                    if waits:
+                        found[entry.name] = f"it is on its way to {', '.join(sorted(waits))}"
+        return found
+
+    # -- the ledger is this node's -------------------------------------------------------------------------------------
+
+    async def _take(self, ledger: Ledger, tag: str) -> _Hold:
+        """Raises Busy where another process holds it and is, as far as is known, alive."""
+        if ledger.token not in ("", self._process):
+            seen, ttl_s = self._seen.get(ledger.run), min(max(ledger.ttl_s, 1.0), TTL_S_MAX)
+            left_s = ttl_s if seen is None else ttl_s - unchanged_s(seen, self._node.clock.monotonic())
+            if left_s > 0:
+                raise Busy(self._tier.name, ledger.run, min(SOON_S, left_s))
+            log.info(
+                "retention goes on for a node that is gone tier=%s run=%s node=%s", self._tier.name, ledger.run, ledger.owner
+            )
+        hold = _Hold(ledger, tag, float("inf"), None)
+        await self._write(hold, replace(ledger, owner=self._node.id, token=self._process, ttl_s=TTL_S))
+        return hold
+
+    async def _write(self, hold: _Hold, ledger: Ledger) -> None:
+        """Replace it as it was read; raises Busy where somebody else did, or time ran out."""
+        self._check_holds(hold)
+        began_s = self._node.clock.monotonic()
+        ledger = replace(ledger, turn=ledger.turn + 1)
+        document, key = msgspec.json.encode(ledger), ledger_key(ledger.run)
+        try:
+            if hold.tag:
+                info = await self._tier.tier.put_small(key, document, if_match=hold.tag)
+            else:
+                info = await self._tier.tier.put_small(key, document, if_absent=True)
+        except AlreadyExists as error:
+            raise Busy(self._tier.name, ledger.run) from error
+        if info.modified_s is None:
+            info = await self._tier.tier.head(key)
+        hold.ledger, hold.tag, hold.now_s = ledger, info.tag, info.modified_s
+        hold.safe_until_s = began_s + TTL_S / 2
+
+    def _check_holds(self, hold: _Hold) -> None:
+        if self._node.clock.monotonic() >= hold.safe_until_s:
+            raise Busy(self._tier.name, hold.ledger.run)
+
+    async def _act(self, rule: RetainConfig, hold: _Hold, apply: bool) -> tuple[list[Verdict], dict[Name, str]]:
+        run, outcomes = hold.ledger.run, dict[Name, str]()
+        verdicts = await self._verdicts(rule, hold)
+        if apply:
+            chosen = [verdict.entry for verdict in verdicts if verdict.goes][:GOING_MAX]
+            before, resumed = hold.ledger.groups, hold.ledger.going
+            if chosen or resumed:
+                rest = _only(before, {entry.name for entry in hold.ledger.entries} - {entry.name for entry in chosen})
+                await self._write(hold, replace(hold.ledger, groups=rest, going=(*resumed, *chosen)))
+                failpoints.hit("expire.noted")
+                for entry in hold.ledger.going:
+                    outcomes[entry.name] = await self._take_off(run, entry, hold)
+                await self._note_gone(hold, before, resumed, outcomes)
+                if len(chosen) == GOING_MAX:
+                    self._due[run] = self._node.clock.monotonic()
+                return verdicts, outcomes
+        await self._write(hold, replace(hold.ledger, token="", owner=""))
+        return verdicts, outcomes
+
+    async def _verdicts(self, rule: RetainConfig, hold: _Hold) -> list[Verdict]:
+        """Those that stay and for whose sake others go are proved to be there."""
+        run = hold.ledger.run
+        pinned = await pinned_steps(self._node, self._tier, run, sync=True)
+        while True:
+            groups = hold.ledger.groups
+            verdicts = decide(rule, groups, hold.now_s, self._protected(run, groups), pinned)
+            if not any(verdict.goes for verdict in verdicts):
+                return verdicts
+            newest = [verdict.entry for verdict in verdicts][-min(PROVED_MAX, max(rule.keep_last or 1, len(groups[-1]))) :]
+            gone = {entry.name for entry in newest if not await self._is_complete(run, entry.step)}
+            if not gone:
+                return verdicts
+            hold.ledger = replace(hold.ledger, groups=_only(groups, {entry.name for entry in hold.ledger.entries} - gone))
+
+    async def _is_complete(self, run: str, step: int) -> bool:
+        try:
+            await self._tier.tier.head(manifest_key(run, step))
+        except NotFound:
+            return False
+        return True
+
+    async def _note_gone(self, hold: _Hold, before: Groups, resumed: Sequence[Entry], outcomes: dict[Name, str]) -> None:
+        """The end of a removal; the ledger is free again."""
+        ledger = hold.ledger
+        stay = {entry.name for entry in ledger.going if outcomes[entry.name] == KEPT}
+        ended = [entry for entry in ledger.going if outcomes[entry.name] == REMOVED]
+        kept = _only(before, {entry.name for entry in ledger.entries} | stay)
+        if back := tuple(entry for entry in resumed if entry.name in stay):
+            kept = (back, *kept)
+        gone = dict.fromkeys((*ledger.gone, *(entry.name for entry in ended)))
+        done = replace(ledger, groups=kept, going=(), gone=tuple(gone)[-GONE_MAX:], token="", owner="")
+        failpoints.hit("expire.before_gone")
+        await self._write(hold, done)
+        failpoints.hit("expire.gone")
+        self.tally.removed += len(ended)
+        self.tally.removed_bytes += sum(entry.size for entry in ended)
+        if ended:
+            self.tally.last = f"{ledger.run}/{ended[-1].step}"
+
+    # -- one checkpoint ------------------------------------------------------------------------------------------------
+
+    async def _take_off(self, run: str, entry: Entry, hold: _Hold) -> str:
+        """REMOVED; KEPT where it is pinned now; REPLACED where something else stands in its place. Repeatable at any point."""
+        key, aside = manifest_key(run, entry.step), tombstone_key(run, entry.name)
+        there, tombstone = await self._manifest(key), await self._manifest(aside)
+        is_there = there is not None and session8(there[0].session) == entry.session
+        if there is not None and is_there:
+            if there[1] != entry.committed_s:  # saved again since
+                await self._tier.tier.delete(aside)
+                return REPLACED
+            await self._tier.tier.put_small(aside, there[3])
+            failpoints.hit("expire.kept_aside")
+            # Noted first, looked for pins then; whoever pins says so first and looks at the ledger then: one sees the other.
+            if entry.step in await pinned_steps(self._node, self._tier, run):
+                await self._tier.tier.delete(aside)
+                return KEPT
+            self._check_holds(hold)
+            if (await self._tier.tier.head(key)).tag != there[2]:
+                await self._tier.tier.delete(aside)
+                return REPLACED
+            await self._tier.tier.delete(current_key(run, entry.step))
+            await self._tier.tier.delete(key)
+            failpoints.hit("expire.manifest_gone")
+            await self._shards_off(there[0], hold)
+        elif tombstone is not None:
+            await self._shards_off(tombstone[0], hold)
+        elif there is not None:
+            return REPLACED
+        await self._tier.tier.delete(aside)
+        failpoints.hit("expire.tombstone_gone")
+        return REMOVED
+
+    async def _shards_off(self, manifest: Manifest, hold: _Hold) -> None:
+        names = (manifest.run, manifest.step, manifest.session)
+        keys = [shard_key(*names, file.name) for _, file, _ in manifest.files()]
+        keys += [part_key(*names, writer) for writer in range(manifest.writers)]
+        for begin in range(0, len(keys), DELETES_A_CALL):
+            if self._node.clock.monotonic() >= hold.safe_until_s - TTL_S / 4:
+                await self._write(hold, hold.ledger)
+            await self._tier.tier.delete_many(keys[begin : begin + DELETES_A_CALL])
+            failpoints.hit("expire.shards_gone")
+
+
+async def fates_of(expiries: Iterable[Expiry], run: str, *, apply: bool) -> AsyncGenerator[Fate, None]:
+    """Of one run, or of all that a rule is for, on each tier that can be reached. Raises Unavailable for one that cannot."""
+    for expiry in expiries:
+        if expiry.off:
+            continue
+        for each in [run] if run else await expiry.runs():
+            for fate in await expiry.look(each, apply=apply):
+                yield fate
+
+
+REMOVED, KEPT, REPLACED = "removed", "kept: it is pinned", "kept: it was saved again"
+
+
+def _only(groups: Groups, names: set[Name]) -> Groups:
+    """Without all others, and without groups that are empty then."""
+    kept = (tuple(entry for entry in group if entry.name in names) for group in groups)
+    return tuple(group for group in kept if group)
