@@ -60,7 +60,7 @@ async def test_without_pressure_nobody_sleeps_nor_asks_the_clock() -> None:
         def monotonic(self) -> float:
             raise AssertionError
 
-    await Throttle(NoClock(), lambda: 0.0).slow(1 << 40, 1.0)
+    await Throttle(NoClock(), lambda: 0.0).slow(1 << 40, "run", 1.0)
 
 
 async def test_many_writers_are_no_faster_than_one_and_no_sleep_is_longer_than_its_cap() -> None:
@@ -70,7 +70,7 @@ async def test_many_writers_are_no_faster_than_one_and_no_sleep_is_longer_than_i
 
     async def writer() -> None:
         while True:
-            await throttle.slow(MIB, 1.0)
+            await throttle.slow(MIB, "run", 1.0)
             passed.append(clock.monotonic())
 
     writers = [asyncio.ensure_future(writer()) for _ in range(4)]
@@ -88,12 +88,50 @@ async def test_what_the_cap_cuts_off_is_not_owed() -> None:
     clock = FakeClock()
     pace = [60.0 / MIB]
     throttle = Throttle(clock, lambda: pace[0])
-    slept = [asyncio.ensure_future(throttle.slow(MIB, 1.0)) for _ in range(100)]
+    slept = [asyncio.ensure_future(throttle.slow(MIB, "run", 1.0)) for _ in range(100)]
     await asyncio.sleep(0)
     await clock.advance(1.0)
     assert all(each.done() for each in slept)
     pace[0] = 1e-9 / MIB
-    last = asyncio.ensure_future(throttle.slow(MIB, 1.0))
+    last = asyncio.ensure_future(throttle.slow(MIB, "run", 1.0))
     await asyncio.sleep(0)
     await clock.advance(0.001)
     assert last.done()
+
+
+async def test_a_run_beside_one_with_ten_times_its_writers_takes_twice_its_time_and_no_more() -> None:
+    async def chunks_in_ten_seconds(writers: dict[str, int]) -> dict[str, int]:
+        clock, passed = FakeClock(), dict.fromkeys(writers, 0)
+        throttle = Throttle(clock, lambda: 0.1 / MIB)
+
+        async def writer(run: str) -> None:
+            while True:
+                await throttle.slow(MIB, run, 1.0)
+                passed[run] += 1
+
+        tasks = [asyncio.ensure_future(writer(run)) for run, count in writers.items() for _ in range(count)]
+        await asyncio.sleep(0)
+        await clock.advance(10.0)
+        for each in tasks:
+            each.cancel()
+        return passed
+
+    assert (await chunks_in_ten_seconds({"small": 1}))["small"] == pytest.approx(100, abs=2)
+    beside = await chunks_in_ten_seconds({"large": 10, "small": 1})
+    assert beside["small"] == pytest.approx(50, abs=2)
+    assert beside["large"] <= 10 * 10 + 2  # the cap: ten sleeps of a second each
+
+
+async def test_a_run_that_has_gone_leaves_its_share() -> None:
+    clock = FakeClock()
+    throttle = Throttle(clock, lambda: 0.1 / MIB)
+    for run in ("one", "other"):
+        each = asyncio.ensure_future(throttle.slow(MIB, run, 1.0))
+        await asyncio.sleep(0)
+        await clock.advance(2.0)
+        assert each.done()
+    began_s = clock.monotonic()
+    each = asyncio.ensure_future(throttle.slow(MIB, "one", 1.0))
+    await asyncio.sleep(0)
+    await clock.advance(0.11)
+    assert each.done() and clock.monotonic() - began_s < 0.2

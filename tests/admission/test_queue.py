@@ -26,7 +26,7 @@ def anyone(_: Waiter) -> bool:
 
 
 def order(queue: FairQueue, count: int | None = None) -> list[tuple[str, int]]:
-    served = []
+    served: list[tuple[str, int]] = []
     while (count is None or len(served) < count) and (head := queue.next(anyone)) is not None:
         queue.served(head)
         served.append((head.run, head.writer))
@@ -287,7 +287,7 @@ async def saves(room: Room, run: str, writer: int, count: int, took: list[float]
 
 async def test_ten_times_the_demand_of_another_run_costs_a_save_at_most_twice_its_time() -> None:
     async def alone_or_beside(others: int) -> float:
-        room, took = Room(), []
+        room, took = Room(), list[float]()
         crowd = [asyncio.ensure_future(saves(room, "large", writer, 10_000, [])) for writer in range(others)]
         await room.after()
         small = asyncio.ensure_future(saves(room, "small", 0, 20, took))

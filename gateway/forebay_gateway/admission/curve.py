@@ -1,6 +1,6 @@
 """How slowly writers go between the soft and the hard watermark: seconds a byte, and the sleep that makes it so.
 
-Owns the curve and the pace that all writers share. Does not own what the bytes are (budget.py), nor who sleeps (paths/).
+Owns the curve, and how writers share its pace. Does not own what the bytes are (budget.py), nor who sleeps (paths/).
 
 The curve is the ZFS write throttle's, `delay = scale * (dirty - min) / (max - dirty)`
 (https://openzfs.github.io/openzfs-docs/Performance%20and%20Tuning/ZFS%20Transaction%20Delay.html): nothing at `min`, without
@@ -20,6 +20,7 @@ ASSUMED_DRAIN_BYTES_PER_S = (
 )  # while the drain shows less: a figure of 0 would stop writers at the soft watermark already
 SLOWEST_BYTES_PER_S = 4 << 20  # at the hard watermark, for all writers together; beyond it it is `refuse` that stops them
 CHUNK_SLEEP_S_MAX = 1.0  # below the shortest `stream_timeout`, and what a drain's recovery may go unnoticed
+ACTIVE_S = 1.0  # a run that sent nothing for that long has no share of the pace
 GRANT_SLEEP_S_MAX = 5.0  # of a lease, or of a request with many small shards: more bytes at once than a chunk
 
 
@@ -35,18 +36,26 @@ def pace_s(waiting: float, soft: float, hard: float, drain_bytes_per_s: float) -
 
 
 class Throttle:
-    """One pace for all writers: each begins where the one before it ends, so that many are no faster than one."""
+    """One pace for all writers, in equal shares for the runs that send.
+
+    Within a run each begins where the one before it ends, so that many writers are no faster than one. A run's share does not
+    grow where another leaves some of its own: then the fill falls, and with it the pace.
+    """
 
     def __init__(self, clock: Clock, pace: Callable[[], float]) -> None:
         self._clock = clock
         self._pace = pace
-        self._free_s = float("-inf")  # when those that sleep now have had their time
+        self._free_s: dict[str, float] = {}  # by run: when those of it that sleep now have had their time
 
-    async def slow(self, size: int, sleep_s_max: float) -> None:
-        """Sleep for `size` bytes, at most `sleep_s_max`; not at all while there is no pressure."""
+    async def slow(self, size: int, run: str, sleep_s_max: float) -> None:
+        """Sleep for `size` bytes of a run, at most `sleep_s_max`; not at all while there is no pressure."""
         if not (pace := self._pace()):
             return
         now_s = self._clock.monotonic()
+        for other in [other for other, free_s in self._free_s.items() if free_s < now_s - ACTIVE_S]:
+            del self._free_s[other]
+        begin_s = max(now_s, self._free_s.setdefault(run, now_s))
         # What the cap cuts off is forgotten, not owed: debts would add up to a sleep that no drain's recovery ends.
-        self._free_s = min(max(now_s, self._free_s) + size * pace, now_s + sleep_s_max)
-        await self._clock.sleep(self._free_s - now_s)
+        end_s = min(begin_s + size * pace * len(self._free_s), now_s + sleep_s_max)
+        self._free_s[run] = end_s
+        await self._clock.sleep(end_s - now_s)

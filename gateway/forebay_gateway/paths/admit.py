@@ -61,13 +61,13 @@ class Admitter:
         reservation.grow(size)
         reservation.unwritten(size)  # what it had before is written
 
-    async def slow_chunk(self, size: int) -> None:
+    async def slow_chunk(self, size: int, run: str) -> None:
         """The time that a chunk takes before its writer has credit for the next one."""
-        await self._throttle.slow(size, CHUNK_SLEEP_S_MAX)
+        await self._throttle.slow(size, run, CHUNK_SLEEP_S_MAX)
 
-    async def slow_grant(self, size: int) -> None:
+    async def slow_grant(self, size: int, run: str) -> None:
         """Likewise before a lease is granted, or many small shards are written: for all of their bytes at once."""
-        await self._throttle.slow(size, GRANT_SLEEP_S_MAX)
+        await self._throttle.slow(size, run, GRANT_SLEEP_S_MAX)
 
     def _has_hope(self) -> bool:
         """Whether waiting may help: something has to go to the tiers, and it goes."""

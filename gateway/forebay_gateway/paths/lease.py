@@ -169,7 +169,7 @@ class Leases:
             try:
                 await self.node.io.run(lease.file.create, disk_size(size, lease.chunk_size))
                 admitted.reservation.unwritten(0)  # the file has its blocks
-                await self.writes.admitter.slow_grant(size)
+                await self.writes.admitter.slow_grant(size, part.run)
                 if peer.gone:
                     raise Unavailable("the connection ended while its file was made", name=name)
             except BaseException:

@@ -119,7 +119,7 @@ class SmallPath:
             sizes += [disk_size(pack_size(shard.facts for shard in pack), PACK_CHUNK_SIZE) for pack in packs]
             reservation = await self._writes.reserve(sum(sizes), part, wait_s)
             stack.callback(reservation.release)  # no effect once it is settled
-            await self._writes.admitter.slow_grant(sum(sizes))
+            await self._writes.admitter.slow_grant(sum(sizes), part.run)
             # Shielded: a client that goes away must not cut the group between its files and the catalog.
             await uncut(self._write_group(session_id, part, packs, plain, reservation, stack.pop_all()))
 

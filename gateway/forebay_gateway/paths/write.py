@@ -385,7 +385,7 @@ class Incoming:
                 await self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
             self._offset = end
             await self._writer.write_chunk(crc, data)
-        await self._path.admitter.slow_chunk(len(data))
+        await self._path.admitter.slow_chunk(len(data), self._part.run)
 
     async def finish(self, size: int, crc: int) -> Receipt:
         """Durable, or an error and nothing left."""
