@@ -68,8 +68,7 @@ class Attempts:
         waited_s = now_s - self._since_s.setdefault(full, now_s - _waited_s(error))
         self._failures += 1
         if waited_s >= limit_s:
-            told = self._failures > 1 or _waited_s(error)
-            raise error.extended(f"waited_s={waited_s:.1f} attempts={self._failures}") if told else error
+            raise error.extended(f"waited_s={waited_s:.1f} attempts={self._failures}") if self._failures > 1 else error
         self._sleep(min(self._delay_s(error), limit_s - waited_s))
 
     def _delay_s(self, error: ForebayError) -> float:

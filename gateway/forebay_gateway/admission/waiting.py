@@ -82,14 +82,15 @@ class WaitingRoom:
             return None
 
     async def _wait(self, waiter: Waiter, began_s: float, wait_s: float) -> None:
+        waited_s = 0.0
         while not waiter.future.done():
-            waited_s = self._clock.monotonic() - began_s
             if waited_s >= wait_s or len(self._queue) > WAITERS_MAX or not self._has_hope():
                 raise self._budget.refusal(waiter.size, waiter.run, waited_s=waited_s)
             await self._pause(waiter, min(LOOK_AGAIN_S, wait_s - waited_s))
             if not waiter.future.done() and self._next() is waiter and not self._budget.over_quota(waiter.run, waiter.size):
                 await self._make_room(waiter.size)
                 self.serve()
+            waited_s = self._clock.monotonic() - began_s
 
     async def _pause(self, waiter: Waiter, pause_s: float) -> None:
         sleeping: asyncio.Future[Any] = asyncio.ensure_future(self._clock.sleep(pause_s))
