@@ -80,7 +80,7 @@ class AdaptiveInterval:
         self._size = float(size)  # the newest: a model's state has one size
 
     def observe(self, pressure: Pressure) -> None:
-        """What the gateway says, from Client.pressure() or a commit's receipt."""
+        """What the gateway says: Client.last_pressure after a save, Client.pressure(), or a commit's receipt."""
         for tier in pressure.tiers:
             if tier.pending_bytes > 0 and tier.drain_bytes_per_s > 0:
                 self._rates[tier.tier] = _smoothed(self._rates.get(tier.tier), tier.drain_bytes_per_s)

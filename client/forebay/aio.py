@@ -143,6 +143,11 @@ class AsyncClient:
         report = None if progress is None else (lambda seen: loop.call_soon_threadsafe(progress, seen))
         return await self._threads.run(self._client.wait, run, step, level, timeout, report)
 
+    @property
+    def last_pressure(self) -> Pressure | None:
+        """As Client.last_pressure."""
+        return self._client.last_pressure
+
     async def pressure(self) -> Pressure:
         """As Client.pressure."""
         return await self._threads.run(self._client.pressure)

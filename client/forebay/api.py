@@ -229,6 +229,12 @@ class Client:
         _check(run, step)
         return wait_for(self._connection, run, step, level, timeout, progress)
 
+    @property
+    def last_pressure(self) -> Pressure | None:
+        """The newest pressure that came with an acknowledgement of this client, without asking; None before the first one."""
+        newest = self._connection.pressure
+        return None if newest is None else record(newest, Pressure)
+
     def pressure(self) -> Pressure:
         """How full the gateway's cache is, and how far behind its tiers are."""
         return record(self._call("GetPressure", pb.GetPressureRequest(), "ask for pressure"), Pressure)

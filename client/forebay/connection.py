@@ -91,6 +91,7 @@ class Connection:
         self._lock = threading.Lock()
         self._stubs: Stubs | None = None
         self._closed = False
+        self.pressure: gateway_pb2.Pressure | None = None  # the newest that came with an answer
 
     def __getstate__(self) -> tuple[str | None, RetryPolicy]:
         return self.address, self.policy
@@ -100,6 +101,12 @@ class Connection:
         self._lock = threading.Lock()
         self._stubs = None
         self._closed = False
+        self.pressure = None
+
+    def heard(self, answer: Any) -> None:
+        """Keep the pressure that an acknowledgement carries, where it does."""
+        if answer.HasField("pressure"):
+            self.pressure = answer.pressure
 
     def stubs(self) -> Stubs:
         """This process's channel. Raises Unavailable where no default socket has a listener, InvalidArgument once closed."""

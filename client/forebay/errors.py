@@ -67,9 +67,10 @@ class Corrupt(ForebayError):
 
 
 class CacheFull(ForebayError):
-    """The gateway has no space now; `retry_after_s` says when to ask again."""
+    """The gateway has no space now; `retry_after_s` says when to ask again, `waited_s` how long the last try waited there."""
 
     kind = "cache_full"
+    waited_s = 0.0
 
 
 class Unavailable(ForebayError):
@@ -149,7 +150,10 @@ def from_detail(detail: Any, doing: str) -> ForebayError:
     missing = [Missing(entry.writer, tuple(entry.shards), entry.state) for entry in detail.missing]
     retry_after_s = detail.retry_after_s if detail.HasField("retry_after_s") else None
     cls = _BY_KIND.get(detail.kind, ForebayError)
-    return cls(f"{doing}: {detail.message}", retry_after_s=retry_after_s, missing=missing)
+    error = cls(f"{doing}: {detail.message}", retry_after_s=retry_after_s, missing=missing)
+    if isinstance(error, CacheFull):
+        error.waited_s = detail.waited_s
+    return error
 
 
 def from_rpc(error: "grpc.RpcError", doing: str) -> ForebayError:

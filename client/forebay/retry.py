@@ -1,7 +1,8 @@
 """How long and how often a failed attempt is repeated. Owns the pauses; who may repeat what is decided by the caller.
 
-Delays grow exponentially with jitter, so that the ranks of a job do not return in step; a retry time that the gateway named is
-honoured. Time spent on CacheFull and on Unavailable is counted apart, each against its own limit.
+Delays grow exponentially with jitter, so that the ranks of a job do not return in step. A retry time that the gateway named is
+honoured, but not where it has let the call wait in its queue already: coming late costs the turn there. Time spent on CacheFull
+and on Unavailable is counted apart, each against its own limit, what was waited in the gateway included.
 """
 
 import random
@@ -45,6 +46,13 @@ class Attempts:
         self._since_s: dict[bool, float] = {}  # first failure, by whether it was CacheFull
         self._failures = 0
 
+    @property
+    def admit_left_s(self) -> float:
+        """For how long the gateway may let the next attempt wait for space."""
+        since_s = self._since_s.get(True)
+        waited_s = 0.0 if since_s is None else self._clock() - since_s
+        return max(0.0, self._policy.admit_timeout_s - waited_s)
+
     def progressed(self) -> None:
         """Something durable was reached since the last failure: the next failure starts a new count."""
         self._since_s.clear()
@@ -57,7 +65,7 @@ class Attempts:
         full = isinstance(error, CacheFull)
         limit_s = self._policy.admit_timeout_s if full else self._policy.retry_timeout_s
         now_s = self._clock()
-        waited_s = now_s - self._since_s.setdefault(full, now_s)
+        waited_s = now_s - self._since_s.setdefault(full, now_s - _waited_s(error))
         self._failures += 1
         if waited_s >= limit_s:
             raise error.extended(f"waited_s={waited_s:.1f} attempts={self._failures}") if self._failures > 1 else error
@@ -66,6 +74,10 @@ class Attempts:
     def _delay_s(self, error: ForebayError) -> float:
         growth = 2.0 ** min(self._failures - 1, 16)
         backoff_s = min(DELAY_S_MAX, FIRST_DELAY_S * growth) * (0.5 + 0.5 * self._jitter())
-        if error.retry_after_s is None:
+        if error.retry_after_s is None or _waited_s(error):
             return backoff_s
         return max(backoff_s, error.retry_after_s * (1 + 0.25 * self._jitter()))
+
+
+def _waited_s(error: ForebayError) -> float:
+    return error.waited_s if isinstance(error, CacheFull) else 0.0

@@ -46,13 +46,19 @@ class TierBacklog:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1)."""
+    """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1).
+
+    `writers_bytes_per_s` is what all writers of the gateway together are slowed to, None where they are not; `waiting` how many
+    requests wait for space.
+    """
 
     level: str
     reason: str
     fill: float
     tiers: tuple[TierBacklog, ...] = ()
     retry_after_s: float | None = None
+    writers_bytes_per_s: float | None = None
+    waiting: int = 0
 
     def sustainable_interval_s(self, size: int) -> float | None:
         """The shortest interval between saves of `size` bytes on this node that every tier which is draining now carries at the
@@ -200,6 +206,7 @@ class CacheStatus:
     direct_io: bool
     file_system: str
     open_streams: int
+    oldest_dirty_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,7 @@ class CheckpointWriter:
                 self._metadata_json = metadata_json or ""
             expected = list(self._receipts.values())
         response = self._commit_part(expected, deadline_s)
+        self._connection.heard(response)
         with self._lock:
             self._state = _State.COMMITTED
         return CommitReceipt(
@@ -250,6 +251,7 @@ class CheckpointWriter:
         attempts = self._connection.policy.begin()
         by_fd = self._may_go_by_fd(source)
         while True:
+            header.admit_timeout_s = attempts.admit_left_s
             attempt = fd_put.FdPut(header, source, on_bytes) if by_fd else stream.PutStream(header, source, on_bytes)
             try:
                 receipt = attempt.run(self._connection)
@@ -286,7 +288,7 @@ class CheckpointWriter:
         attempts = self._connection.policy.begin()
         while remaining := [shard for shard in shards if shard.name not in done]:
             try:
-                stream.put_many(self._connection, self._part, _batches(remaining), keep)
+                stream.put_many(self._connection, self._part, _batches(remaining), keep, attempts.admit_left_s)
             except ForebayError as error:
                 attempts.pause(error)
                 self._check_open("put_many")

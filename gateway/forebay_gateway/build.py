@@ -17,7 +17,6 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from forebay_gateway.admission.budget import Budget
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.base.tasks import Crew, Worker, uncut_ended, uncut_left
@@ -28,6 +27,7 @@ from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import StartupError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
+from forebay_gateway.paths.admit import budget_of, capacity_of, watch_quotas
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.care.mend import Mender
@@ -141,6 +141,7 @@ class Gateway:
     def _wire(self, unchecked: set[int]) -> None:
         """Paths, workers, services."""
         node = self.node
+        watch_quotas(node)
         evictor = Evictor(node)
         writes = self._writes = WritePath(node, evictor)
         commits = CommitPath(node, writes)
@@ -333,6 +334,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
+        capacity = capacity_of(config.cache.capacity, shutil.disk_usage(path).total)
         names = [tier.name for tier in config.tiers]
         mark = await asyncio.to_thread(found_mark, cache.path)
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
@@ -346,7 +348,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         cache.release()
         raise
     marks = MarkKeeper(cache, catalog)
-    tiers = {}
+    tiers: dict[str, MonitoredTier] = {}
     for tier_config in config.tiers:
         root = roots[tier_config.name]
         opened = open_tier(tier_config, owner=config.node.id, known_root=None if root is None else root.decode())
@@ -355,15 +357,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
     setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
-    budget = Budget(
-        config.cache.capacity or int(shutil.disk_usage(path).total * 0.8),
-        soft=config.cache.soft,
-        hard=config.cache.hard,
-        refuse=config.cache.refuse,
-        reopen=config.cache.reopen,
-        used=used,
-        drain_rate=lambda: min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0),
-    )
+    budget = budget_of(config, catalog, tiers, capacity, used)
     node = Node(
         id=config.node.id,
         config=config,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay import address, convert
-from forebay.errors import from_rpc
+from forebay.errors import CacheFull, from_rpc
 from forebay.retry import Attempts, RetryPolicy
 from forebay.session import default_session
 from forebay.sources import source_of
@@ -283,3 +283,26 @@ def test_importing_forebay_is_light() -> None:
 def test_all_names_exist() -> None:
     for name in forebay.__all__:
         assert getattr(forebay, name) is not None
+
+
+def test_what_was_waited_in_the_gateway_counts_and_its_queue_is_joined_again_at_once() -> None:
+    now_s = [100.0]
+    slept: list[float] = []
+
+    def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        now_s[0] += delay_s
+
+    attempts = Attempts(RetryPolicy(admit_timeout_s=60.0), lambda: now_s[0], sleep, lambda: 1.0)
+    assert attempts.admit_left_s == 60.0
+    full = CacheFull("full", retry_after_s=20.0)
+    full.waited_s = 30.0
+    now_s[0] += 30.0
+    attempts.pause(full)
+    assert slept == [0.1]  # not the 20 s that one who did not wait should stay away
+    assert attempts.admit_left_s == pytest.approx(29.9)
+    now_s[0] += 29.9
+    full.waited_s = 29.9
+    with pytest.raises(CacheFull, match=r"waited_s=60\.0 attempts=2"):
+        attempts.pause(full)
+    assert attempts.admit_left_s == 0.0

@@ -1,14 +1,16 @@
 """A cache that fills: refused before data flows, taken again by itself; verified data goes first, dirty data never."""
 
+import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import forebay
-from forebay.demo.gateways import GatewayProcess
+from forebay.demo.gateways import GatewayProcess, posix_tier
 from forebay.errors import CacheFull, InvalidArgument
 from integration.conftest import MakeGateway
 from integration.kit import CHUNK, SMALL_CHUNKS, Leftovers, assert_clear, assert_refused, eventually, pause_after, some_bytes
@@ -176,3 +178,98 @@ def test_a_stream_of_unknown_size_is_refused_cleanly_where_it_stops_fitting(gate
         left.none()
         left.close()
         assert client.open("run", 1).read("data.bin") == saved
+
+
+def test_writers_slow_from_the_soft_watermark_on_and_a_drain_that_returns_ends_it_once(gateway: GatewayProcess) -> None:
+    """The drain held: each save is slower than the one before it, none that was acknowledged is lost, and after the release the
+    cache reopens once and stays open."""
+    gateway.cli("queue", "hold")
+    saved: dict[int, bytes] = {}
+    took: list[float] = []
+    paces: list[float | None] = []
+    with forebay.Client(gateway.address, admit_timeout=0) as client:
+        with pytest.raises(CacheFull):
+            for step in range(20):
+                data = some_bytes(MIB, ("slow", step))
+                began_s = time.monotonic()
+                with client.checkpoint("run", step, session="s", lane="stream") as part:
+                    part.put("data.bin", data)
+                    took.append(time.monotonic() - began_s)
+                    part.commit()
+                saved[step] = data
+                paces.append(client.pressure().writers_bytes_per_s)
+                assert client.last_pressure is not None
+        # Of 20 MiB: soft above 10, hard at 12, refused above 16.
+        assert len(saved) == 15
+        assert paces[:9] == [None] * 9
+        slowed = [pace for pace in paces[10:] if pace is not None]
+        assert len(slowed) == 5 and slowed == sorted(slowed, reverse=True) and slowed[-1] == 4 * MIB
+        assert min(took[12:15]) >= 0.2  # 1 MiB at 4 MiB a second
+        assert client.pressure().level == "refusing"
+
+        levels = []
+        done = threading.Event()
+
+        def watch() -> None:
+            with forebay.Client(gateway.address) as other:
+                while not done.wait(0.02):
+                    levels.append(other.pressure().level == "refusing")
+
+        def keep_saving(writer: int) -> None:
+            with forebay.Client(gateway.address, admit_timeout=60) as other:
+                for step in range(3):
+                    with other.checkpoint(f"more-{writer}", step, session="s") as part:
+                        part.put("data.bin", bytes(MIB))
+                        part.commit()
+
+        threads = [threading.Thread(target=watch)] + [threading.Thread(target=keep_saving, args=(w,)) for w in range(2)]
+        for thread in threads:
+            thread.start()
+        gateway.cli("queue", "release")
+        for thread in threads[1:]:
+            thread.join(60)
+        client.wait("run", 14, "pfs", timeout=30)
+        eventually(lambda: client.pressure().writers_bytes_per_s is None)
+        done.set()
+        threads[0].join()
+        changes = sum(before is not after for before, after in itertools.pairwise(levels))
+        assert levels[0] and not levels[-1] and changes == 1
+        for step, data in saved.items():
+            assert client.open("run", step).read("data.bin") == data
+
+
+def test_a_small_run_beside_one_with_ten_times_its_writers_has_its_share(make: MakeGateway, tmp_path: Path) -> None:
+    """Both would bring far more than drains. First come, first served, the small run's one writer would have a tenth of what
+    the other's ten have; in equal shares it has as much, less what it spends between its saves."""
+    root = tmp_path / "slow"
+    root.mkdir()
+    gateway = make(capacity="20MiB", cache_keys=KEYS, tiers=[posix_tier(root, name="slow", bandwidth="6MiB")]).start()
+    stop = threading.Event()
+    taken = {"small": 0, "large": 0}
+
+    def keep_saving(run: str, writer: int) -> None:
+        with forebay.Client(gateway.address, admit_timeout=60) as client:
+            step = 100_000 * writer
+            while not stop.is_set():
+                with client.checkpoint(run, step, session="s") as part:
+                    part.put("data.bin", bytes(512 << 10))
+                    part.commit()
+                step += 1
+                taken[run] += 1
+
+    threads = [threading.Thread(target=keep_saving, args=("large", writer)) for writer in range(10)]
+    threads.append(threading.Thread(target=keep_saving, args=("small", 0)))
+    for thread in threads:
+        thread.start()
+    try:
+        with forebay.Client(gateway.address) as client:
+            eventually(lambda: client.pressure().writers_bytes_per_s is not None)
+            time.sleep(1.0)
+            before = dict(taken)
+            time.sleep(4.0)
+            got = {run: count - before[run] for run, count in taken.items()}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert got["small"] >= 0.4 * got["large"] > 5, got

@@ -18,13 +18,13 @@ def tier(path: Path, name: str = "pfs") -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    directory: Path, *tiers: str, node: str = "a", node_keys: str = "", cache_keys: str = ""
+    directory: Path, *tiers: str, node: str = "a", node_keys: str = "", cache_keys: str = "", capacity: str = "256MiB"
 ) -> AsyncIterator[Gateway]:
     """Started, running, and ended in order; what its workers raise is raised here."""
     text = (
         f'[node]\nid = "{node}"\nlisten = ["unix://{directory}/{node}.sock"]\n{node_keys}\n'
-        f'[cache]\npath = "{directory}/cache-{node}"\ncapacity = "256MiB"\nchunk_size = "64KiB"\ncatalog_reserve = "64MiB"\n'
-        f"{cache_keys}\n" + "".join(tiers)
+        f'[cache]\npath = "{directory}/cache-{node}"\ncapacity = "{capacity}"\nchunk_size = "64KiB"\n'
+        f'catalog_reserve = "64MiB"\n{cache_keys}\n' + "".join(tiers)
     )
     gateway = await Gateway.start(load_config(text, {}, "test", uid=0, hostname="test"), "test")
     running = asyncio.create_task(gateway.run())

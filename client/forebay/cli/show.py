@@ -253,7 +253,8 @@ def wait(
 def pressure(json: Json = False) -> int:
     """Say how full the cache is, and whether to slow down.
 
-    JSON keys: level, reason, fill, tiers (tier, pending_bytes, drain_bytes_per_s, eta_s), retry_after_s.
+    JSON keys: level, reason, fill, tiers (tier, pending_bytes, drain_bytes_per_s, eta_s), retry_after_s, writers_bytes_per_s
+    (to which all writers together are slowed; null: they are not), waiting (requests that wait for space).
     """
     with client() as gateway:
         found = gateway.pressure()
@@ -261,6 +262,8 @@ def pressure(json: Json = False) -> int:
         print_json(found)
         return 0
     say_state("pressure ", found.level, f", {found.reason or f'cache {found.fill:.0%} full'}")
+    if found.writers_bytes_per_s is not None:
+        say(f"  writers are slowed to {size_text(int(found.writers_bytes_per_s))}/s in all, {found.waiting} wait for space")
     for tier in found.tiers:
         say(f"  {tier.tier}: {size_text(tier.pending_bytes)} waiting, out in {duration_text(tier.eta_s)}")
     return 0

@@ -65,7 +65,13 @@ class FdPut:
         name, size = self._header.name, self._header.size
         doing = f"put {name!r}"
         with Lease(connection, doing) as lease:
-            request = pb.OpenShardRequest(ticket=lease.ticket, part=self._header.part, name=name, size=size)
+            request = pb.OpenShardRequest(
+                ticket=lease.ticket,
+                part=self._header.part,
+                name=name,
+                size=size,
+                admit_timeout_s=self._header.admit_timeout_s,
+            )
             opened: pb.OpenShardResponse = lease.call(lambda stubs: stubs.gateway.OpenShard, request)
             if opened.HasField("existing"):
                 return None
@@ -77,6 +83,7 @@ class FdPut:
                 raise Corrupt(f"{doing}: its bytes were damaged while they waited crc32c={crc:08x} expected={known:08x}")
             seal = pb.SealShardRequest(lease=opened.lease, size=size, crc32c=crc, chunk_crcs=sums.packed())
             sealed: pb.SealShardResponse = lease.call(lambda stubs: stubs.gateway.SealShard, seal)
+        connection.heard(sealed)
         check_receipt(sealed.receipt, name, size, crc)
         return sealed.receipt
 

@@ -163,7 +163,9 @@ def _put_shard(connection: Connection, stream: PutStream, name: str) -> pb.Recei
             accepted = _expect(next(call), "accepted", doing).accepted
             check_chunk_size(accepted.chunk_size, doing)
             stream.accept(accepted)
-            receipt = _expect(next(call), "receipt", doing).receipt
+            answer = _expect(next(call), "receipt", doing)
+            connection.heard(answer)
+            receipt = answer.receipt
         except (StopIteration, grpc.RpcError) as error:
             if stream.error is not None:  # what went wrong on this side comes before what the gateway then said of it
                 raise stream.error from None
@@ -225,8 +227,9 @@ class SmallShard:
 class PutManyStream:
     """The requests of one PutMany call, a few ahead of their answers."""
 
-    def __init__(self, part: pb.PartRef, batches: Sequence[Sequence[SmallShard]]) -> None:
+    def __init__(self, part: pb.PartRef, batches: Sequence[Sequence[SmallShard]], admit_timeout_s: float) -> None:
         self._part = part
+        self._admit_timeout_s = admit_timeout_s
         self._batches = batches
         self._slots = threading.Semaphore(REQUESTS_IN_FLIGHT)
         self._stopped = threading.Event()
@@ -255,7 +258,8 @@ class PutManyStream:
                 self.on_error()
                 return
             self.sent.append([(shard.name, len(shard.data), shard.crc32c) for shard in shards])
-            yield pb.PutManyRequest(part=self._part if index == 0 else None, shards=shards)
+            part = self._part if index == 0 else None
+            yield pb.PutManyRequest(part=part, shards=shards, admit_timeout_s=self._admit_timeout_s)
 
     def _read(self, batch: Sequence[SmallShard]) -> list[pb.SmallShard] | None:
         with self._reading:
@@ -273,16 +277,20 @@ def put_many(
     part: pb.PartRef,
     batches: Sequence[Sequence[SmallShard]],
     on_receipts: Callable[[list[pb.Receipt]], None],
+    admit_timeout_s: float,
 ) -> None:
-    """Send batches of small shards; `on_receipts` is called for each batch, in order, once it is durable."""
+    """Send batches of small shards; `on_receipts` is called for each batch, in order, once it is durable. Each may wait for
+    space in the gateway up to `admit_timeout_s` seconds."""
     doing = f"put {sum(map(len, batches))} small shards"
-    stream = PutManyStream(part, batches)
+    stream = PutManyStream(part, batches, admit_timeout_s)
     call = connection.start(lambda stubs: stubs.gateway.PutMany, stream.requests(), doing)
     stream.on_error = call.cancel
     with cancel.watching(call):
         try:
             for index in range(len(batches)):
-                receipts = list(next(call).receipts)
+                answer = next(call)
+                connection.heard(answer)
+                receipts = list(answer.receipts)
                 stream.answered()
                 sent = stream.sent[index]
                 if len(receipts) != len(sent):

@@ -1,12 +1,16 @@
 """The cache's bytes: used, reserved, and whether new shards are taken.
 
-Owns the arithmetic and the two thresholds `refuse` and `reopen`, between which nothing changes (so that a bursty drain does not
-make it flap). Does not own the disk, nor what may be evicted: the caller makes room and asks again.
+Owns the arithmetic and the watermarks: what counts for the slowing of writers above `soft` (the curve is curve.py's), and that
+between `refuse` and `reopen` nothing changes, so that a bursty drain does not make it flap. Does not own the disk, nor what may
+be evicted: the caller makes room and asks again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forebay_gateway.admission.curve import pace_s
+from forebay_gateway.admission.disk import DiskHealth
+from forebay_gateway.admission.quota import Quotas
 from forebay_gateway.core.errors import CacheFull, InvalidArgument
 
 RETRY_S_MIN, RETRY_S_MAX = 0.25, 30.0
@@ -20,30 +24,39 @@ class Pressure:
     reason: str
     fill: float
     retry_after_s: float | None
+    writers_bytes_per_s: float | None = None  # to which all writers together are slowed; None: they are not
 
 
 class Reservation:
-    """Bytes promised to one stream. Ends by settle() or release(); both are idempotent together."""
+    """Bytes promised to one stream of a run. Ends by settle() or release(); both are idempotent together."""
 
-    def __init__(self, budget: "Budget", size: int) -> None:
+    def __init__(self, budget: "Budget", size: int, run: str) -> None:
         self._budget = budget
+        self._run = run
+        self._unwritten = 0
         self.size = size
 
     def grow(self, size: int) -> None:
         """Reserve more, for a stream whose length is not known; raises CacheFull."""
-        self._budget._take(size)
+        self._budget._take(size, self._run)
         self.size += size
+
+    def unwritten(self, size: int) -> None:
+        """So many of these bytes the disk has not given yet: they are in what it calls free."""
+        self._budget.unwritten += size - self._unwritten
+        self._unwritten = size
 
     def settle(self, disk_size: int) -> None:
         """The bytes are a file now."""
-        size, self.size = self.size, 0
-        self._budget._reserved -= size
         self._budget._used += disk_size
+        self.release()
 
     def release(self) -> None:
         """Nothing came of it."""
         size, self.size = self.size, 0
-        self._budget._reserved -= size
+        self.unwritten(0)
+        if size:
+            self._budget._give_back(size, self._run)
 
 
 class Budget:
@@ -59,16 +72,28 @@ class Budget:
         reopen: float,
         used: int,
         drain_rate: Callable[[], float],
+        dirty: Callable[[], int] = lambda: 0,
+        quotas: Quotas | None = None,
+        max_dirty_age_s: float = 0.0,
     ) -> None:
+        """`dirty` gives the bytes of sealed files that some required tier lacks; the catalog's own sum, exact and cheap."""
         self.capacity = capacity
         self._soft, self._hard, self._refuse, self._reopen = soft, hard, refuse, reopen
         self._used = used
         self._reserved = 0
         self._refusing = False
+        self.disk = DiskHealth()
         self.disk_reason = ""
         self.disk_needs = 0
         self.disk_refusals = 0
         self._drain_rate = drain_rate
+        self._dirty = dirty
+        self.quotas = quotas or Quotas(lambda run: None)
+        self.max_dirty_age_s = max_dirty_age_s
+        self.dirty_age_s = 0.0  # of the oldest shard that some required tier lacks
+        self.unwritten = 0  # bytes promised that the disk still calls free
+        self.waiting = self.waiting_bytes = 0  # requests in the queue
+        self.on_room: Callable[[], None] = lambda: None
 
     @property
     def used(self) -> int:
@@ -85,23 +110,35 @@ class Budget:
         """Used and reserved, of capacity."""
         return (self._used + self._reserved) / self.capacity
 
-    def reserve(self, size: int) -> Reservation:
-        """Promise `size` bytes, or raise CacheFull with a retry time; InvalidArgument if they could never fit."""
-        self.check_fits(size)
-        self._take(size)
-        return Reservation(self, size)
+    @property
+    def too_old(self) -> bool:
+        """Whether something waits for longer than `max_dirty_age`."""
+        return 0 < self.max_dirty_age_s <= self.dirty_age_s
 
-    def check_fits(self, size: int) -> None:
+    def reserve(self, size: int, run: str = "") -> Reservation:
+        """Promise `size` bytes, or raise CacheFull with a retry time; InvalidArgument if they could never fit. Without a run
+        they count against no quota."""
+        self.check_fits(size, run)
+        self._take(size, run)
+        return Reservation(self, size, run)
+
+    def check_fits(self, size: int, run: str = "") -> None:
         """Raise InvalidArgument for what no waiting would make room for."""
+        self.quotas.check_fits(run, size)
         if size > self.capacity * self._refuse:
             raise InvalidArgument(
                 "the shard does not fit into this cache", needs_bytes=size, capacity_bytes=self.capacity, refuse=self._refuse
             )
 
+    def over_quota(self, run: str, size: int) -> int:
+        """By how many bytes `size` more would be too many for the run; 0 where they may come."""
+        return self.quotas.over(run, size)
+
     def freed(self, disk_size: int) -> None:
         """A cache file is gone."""
         self._used -= disk_size
         self._look_again()
+        self.on_room()
 
     def adopted(self, disk_size: int) -> None:
         """Recovery found a file that was not counted."""
@@ -125,43 +162,89 @@ class Budget:
         """It has space again."""
         self.disk_reason, self.disk_needs = "", 0
 
+    def pace_s(self) -> float:
+        """Seconds that writers should take for each byte now; 0 below the soft watermark, without a look-up.
+
+        What counts is what is not safe elsewhere yet: dirty bytes, and those on their way. Verified ones can be evicted at once
+        and are no reason to slow anybody.
+        """
+        held = self._used + self._reserved
+        if held <= self.capacity * self._soft and not self.too_old:
+            return 0.0
+        hard = self.capacity * self._hard
+        if self.too_old:
+            return pace_s(hard, 0, hard, 0.0)
+        # Between the catalog's commit and settle() a shard is in both sums.
+        unsafe = min(held, self._dirty() + self._reserved)
+        return pace_s(unsafe, self.capacity * self._soft, hard, self._drain_rate())
+
     def pressure(self) -> Pressure:
         """For acks and status."""
         self._look_again()
         fill = self.fill
-        percent = f"cache {fill:.0%} full"
-        if self.disk_reason:
-            return Pressure("refusing", self.disk_reason, fill, self._retry_after_s(0))
+        pace = self.pace_s()
+        writers = 1.0 / pace if pace else None
+        slowed = "; writers are slowed until more of it is safe on its tiers" if pace else ""
+        reason = f"cache {fill:.0%} full"
+        if self.disk.reason or self.disk_reason:
+            return Pressure("refusing", self.disk.reason or self.disk_reason, fill, self._retry_after_s(0), writers)
         if self._refusing:
-            reason = f"{percent}; taking shards again below {self._reopen:.0%}"
-            return Pressure("refusing", reason, fill, self._retry_after_s(0))
-        if fill >= self._hard:
-            return Pressure("hard", percent, fill, None)
-        if fill >= self._soft:
-            return Pressure("soft", percent, fill, None)
-        return Pressure("ok", percent, fill, None)
+            reason = f"{reason}; taking shards again below {self._reopen:.0%}"
+            return Pressure("refusing", reason, fill, self._retry_after_s(0), writers)
+        if self.too_old:
+            age = f"the oldest shard has waited {self.dirty_age_s:.0f} s for a tier"
+            limit = f"max_dirty_age is {self.max_dirty_age_s:.0f} s: writers are slowed as at the hard watermark"
+            return Pressure("hard", f"{age}, {limit}", fill, None, writers)
+        level = "hard" if fill >= self._hard else "soft" if fill >= self._soft else "ok"
+        return Pressure(level, reason + slowed, fill, None, writers)
 
-    def _look_again(self) -> None:
-        if self._refusing and self.fill < self._reopen:
-            self._refusing = False
-
-    def _take(self, size: int) -> None:
-        self._look_again()
-        if self._refusing or self._used + self._reserved + size > self.capacity * self._refuse:
-            self._refusing = True
-            raise CacheFull(
+    def refusal(self, size: int, run: str = "", *, waited_s: float = 0.0) -> CacheFull:
+        """Why `size` bytes are not taken now, and when to come again."""
+        if over := self.over_quota(run, size):
+            error = CacheFull(
+                f"run {run!r} holds all of its quota of the cache; what it holds must drain first",
+                retry_after_s=self._drained_in_s(over),
+                held_bytes=self.quotas.held(run),
+                needs_bytes=size,
+            )
+        else:
+            error = CacheFull(
                 "the cache takes no new shard now; what it holds must drain first",
                 retry_after_s=self._retry_after_s(size),
                 fill=f"{self.fill:.2f}",
                 needs_bytes=size,
             )
+        error.waited_s = waited_s
+        return error
+
+    def _look_again(self) -> None:
+        if self._refusing and self.fill < self._reopen:
+            self._refusing = False
+
+    def _take(self, size: int, run: str) -> None:
+        if self.over_quota(run, size):
+            raise self.refusal(size, run)
+        self._look_again()
+        if self._refusing or self._used + self._reserved + size > self.capacity * self._refuse:
+            self._refusing = True
+            raise self.refusal(size, run)
         self._reserved += size
+        self.quotas.reserve(run, size)
+
+    def _give_back(self, size: int, run: str) -> None:
+        self._reserved -= size
+        self.quotas.reserve(run, -size)
+        self.on_room()
 
     def _retry_after_s(self, size: int) -> float:
-        """When enough should have drained, from the measured rate; a short guess while nothing has drained yet."""
+        """When enough should have drained for those who wait already, and for this."""
+        over = self._used + self._reserved + self.waiting_bytes + size - self.capacity * self._reopen
+        return self._drained_in_s(over)
+
+    def _drained_in_s(self, size: float) -> float:
+        """From the measured rate; a short guess while nothing has drained yet."""
         rate = self._drain_rate()
-        over = self._used + self._reserved + size - self.capacity * self._reopen
-        estimate = over / rate if rate > 0 else 1.0
+        estimate = size / rate if rate > 0 else 1.0
         return min(RETRY_S_MAX, max(RETRY_S_MIN, estimate))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from forebay_gateway.cache.footer import BLOCK, align
-from forebay_gateway.core.errors import DiskFull, ForebayError, Unavailable
+from forebay_gateway.core.errors import DiskFailed, DiskFull, ForebayError, Unavailable
 from forebay_wire.memory import copy
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ P = ParamSpec("P")
 
 RETRY_AFTER_S = 5.0
 BUFFERS_MIN = 4
+# What a disk that is going says, and a file system that has given it up (remounted read-only, shut down).
+DISK_ERRNOS = frozenset({errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.ETIMEDOUT, errno.EREMOTEIO})
 
 
 class Buffer:
@@ -241,7 +243,8 @@ def disk_error(error: OSError, act: str, path: Path) -> ForebayError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"the cache's disk is full: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path)
     reason = errno.errorcode.get(error.errno or 0, str(error))
-    return Unavailable(f"the cache's disk failed: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path, errno=reason)
+    failed = DiskFailed if error.errno in DISK_ERRNOS else Unavailable
+    return failed(f"the cache's disk failed: cannot {act}", retry_after_s=RETRY_AFTER_S, path=path, errno=reason)
 
 
 @contextlib.contextmanager

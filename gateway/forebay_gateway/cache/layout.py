@@ -138,6 +138,12 @@ class CacheDir:
             stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 
+    def try_writing(self) -> None:
+        """Write and sync a little, and remove it again. Blocking. Raises DiskFull, DiskFailed, Unavailable."""
+        with disk_errors("write", self.path):
+            durable.write_temp(self.path / INCOMING, bytes(BLOCK), "try").unlink()
+            durable.sync_dir(self.path / INCOMING)
+
     def release(self) -> None:
         """Let go of the lock. Idempotent. The lock file stays: removing it would let two processes lock two files."""
         if self._lock is not None:

@@ -46,13 +46,14 @@ FULL_RETRY_S = 60.0
 class _Job:
     """An act on its way: what it gave, or why it did not."""
 
-    __slots__ = ("act", "error", "frees", "future", "has_slot", "value")
+    __slots__ = ("act", "dirty", "error", "frees", "future", "has_slot", "value")
 
     def __init__(self, act: Callable[[WriteTxn], Any], future: "asyncio.Future[Any]", frees: bool) -> None:
         self.act = act
         self.frees = frees
         self.future = future
         self.has_slot = True
+        self.dirty: dict[int, int] = {}
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -77,6 +78,7 @@ class Catalog:
         self._slots = asyncio.Semaphore(QUEUED_ACTS_MAX)
         self._closed = False
         self._failure: BaseException | None = None
+        self._dirty_listener: Callable[[int, int], None] | None = None
         self._no_space = ""
         self._writes = self._groups = self._last_group = 0
         self._readers_checked_s = clock.monotonic()
@@ -162,6 +164,11 @@ class Catalog:
 
     # Writing: the event loop's side.
 
+    def on_dirty(self, listener: Callable[[int, int], None]) -> None:
+        """Call `listener` with each session whose dirty bytes an act has changed, and by how much; once that is durable, and
+        before the act's caller goes on."""
+        self._dirty_listener = listener
+
     async def write(self, act: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
         """Run `act` on the writer thread and return its value once the transaction that holds it is synced.
 
@@ -198,6 +205,9 @@ class Catalog:
         for job in jobs:
             if job.has_slot:
                 self._slots.release()
+            if job.error is None and self._dirty_listener is not None:
+                for session_id, delta in job.dirty.items():
+                    self._dirty_listener(session_id, delta)
             if job.future.done():
                 if job.error is not None:
                     log.warning("a catalog change failed after its caller had gone error=%r", job.error)
@@ -296,6 +306,7 @@ class Catalog:
                 try:
                     job.value = job.act(view)
                     view.finish()
+                    job.dirty = view.dirty
                 finally:
                     view.end("the act has ended")
                 self._ids.raise_to(view.highest_id)

@@ -60,6 +60,7 @@ class RowKeeper(ReadTxn):
         self._changed: set[tuple[str, int]] = set()  # checkpoints whose completeness may be another one
         self._changed_sessions: set[int] = set()  # the same, by their sessions
         self._id_seen = 0
+        self.dirty: dict[int, int] = {}  # session: by how many bytes its dirty files have grown
 
     def totals(self) -> Totals:
         """The running sums, with this act's changes."""
@@ -187,6 +188,8 @@ class RowKeeper(ReadTxn):
                 continue
             dirty = row.disk_size if row.state is ShardState.SEALED else 0
             self._add("meta", schema.META_TOTALS, sign * row.disk_size, sign * dirty, sign)
+            if dirty:
+                self.dirty[row.session_id] = self.dirty.get(row.session_id, 0) + sign * dirty
             cached, sealed = sign * row.is_cached, sign * (row.state is ShardState.SEALED)
             sums = (0, 0, 0, 0, sign, sign * row.size, cached, cached * row.size, sealed)
             self._add("session_sums", schema.u64(row.session_id), *sums)

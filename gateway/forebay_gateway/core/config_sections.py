@@ -77,9 +77,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _key("Unit of checksums and transfer, a power of two.", "power-of-two size", low=64 * KIB, high=64 * MIB)
     ] = 4 * MIB
     soft: Annotated[
-        float, _key("Fill above which verified shards are evicted, oldest first.", "fraction", low=0.01, high=1)
+        float,
+        _key(
+            "Fill above which verified shards are evicted, oldest first, and writers are slowed by what is not verified yet.",
+            "fraction",
+            low=0.01,
+            high=1,
+        ),
     ] = 0.60
-    hard: Annotated[float, _key("Fill at which pressure is reported as `hard`.", "fraction", low=0.01, high=1)] = 0.90
+    hard: Annotated[
+        float,
+        _key("Fill at which writers are slowest, and pressure is reported as `hard`.", "fraction", low=0.01, high=1),
+    ] = 0.90
     refuse: Annotated[float, _key("Fill at which new shards are refused.", "fraction", low=0.01, high=1)] = 0.95
     reopen: Annotated[float, _key("Fill below which refused writers are let in again.", "fraction", low=0.01, high=1)] = 0.85
     catalog_reserve: Annotated[int, _key("Bytes kept free on the disk for the catalog.", "size", low=MIB)] = 256 * MIB

@@ -63,9 +63,10 @@ class Corrupt(ForebayError):
 
 
 class CacheFull(ForebayError):
-    """No space may be reserved now; `retry_after_s` says when to ask again."""
+    """No space may be reserved now; `retry_after_s` says when to ask again, `waited_s` how long it was waited for already."""
 
     kind = "cache_full"
+    waited_s = 0.0
 
 
 class DiskFull(CacheFull):
@@ -76,6 +77,10 @@ class Unavailable(ForebayError):
     """A tier, a mover or this gateway cannot serve this now. It says nothing about whether data exists."""
 
     kind = "unavailable"
+
+
+class DiskFailed(Unavailable):
+    """The cache's disk did not take a write, not for want of space."""
 
 
 class PermissionDenied(ForebayError):

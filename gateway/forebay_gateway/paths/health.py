@@ -4,6 +4,7 @@ Owns what counts as an alarm and how bad it is. Takes no action.
 """
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,7 +12,7 @@ from forebay_gateway.admission.budget import disk_full_reason
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.errors import DiskFull
+from forebay_gateway.core.errors import DiskFull, ForebayError
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState
@@ -19,6 +20,8 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.tiers.monitor import TierState
+
+log = logging.getLogger("forebay.health")
 
 STALLED_AFTER_S = 30.0
 FAILED_ATTEMPTS = 3  # of one copy, at a tier that answers
@@ -73,8 +76,9 @@ class Health:
         self._heads: dict[str, _Head] = {}  # by tier
 
     async def step(self) -> float | None:
-        """Note the head of each queue, and whether the disk is full or has space again."""
+        """Note the head of each queue and its age, and whether the disk fails, is full, or has space again."""
         await self._watch_disk()
+        self._watch_age()
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
             for name, tier in self._node.tiers.items():
@@ -92,6 +96,14 @@ class Health:
     async def _watch_disk(self) -> None:
         """Also where nobody writes: a disk that is full shows, and one that is no more is usable."""
         node, budget = self._node, self._node.budget
+        if budget.disk.reason:
+            try:
+                await node.io.run(node.cache.try_writing)
+            except ForebayError as error:
+                budget.disk.failed(error.sentence)
+            else:
+                log.info("the cache's disk takes writes again")
+                budget.disk.worked()
         if node.catalog.no_space:
             with contextlib.suppress(DiskFull):
                 await node.catalog.write(lambda txn: None)  # asks for the space again
@@ -105,6 +117,16 @@ class Health:
             self._refusals_seen, self._refused_s = budget.disk_refusals, now_s
         elif free >= budget.disk_needs and now_s - self._refused_s >= DISK_FULL_SHOWN_S:
             budget.disk_usable()
+
+    def _watch_age(self) -> None:
+        """How long ago the oldest that waits for a required tier was begun, or seen first by this process: no wall clock."""
+        node, now_s = self._node, self._clock.monotonic()
+        age_s = 0.0
+        with node.catalog.read() as txn:
+            for name in node.required_tiers:
+                if (entry := next(txn.pending(name), None)) is not None:
+                    age_s = max(age_s, now_s - node.first_seen_s.setdefault(entry.key.session_id, now_s))
+        node.budget.dirty_age_s = age_s
 
     def oldest_pending_s(self, tier: str) -> float | None:
         """For how long the queue's oldest shard has been that, in seconds; None for an empty queue."""
@@ -201,9 +223,18 @@ class Health:
         pressure = self._node.budget.pressure()
         alarms = []
         if pressure.level == "refusing":
-            full = "make space on the disk of cache.path; it is used again by itself"
-            todo = full if self._node.budget.disk_reason else "the drain must make room"
+            todo = "the drain must make room"
+            if self._node.budget.disk_reason:
+                todo = "make space on the disk of cache.path; it is used again by itself"
+            if self._node.budget.disk.reason:
+                todo = "see the kernel's log; replace the disk of cache.path once its queue is empty, if it can still be read"
             alarms.append(Alarm("critical", f"new shards are refused: {pressure.reason}", todo))
+        if self._node.budget.too_old:
+            age_s = self._node.budget.dirty_age_s
+            what = (
+                f"the oldest shard has waited {age_s:.0f} s for a required tier, and writers are slowed (cache.max_dirty_age)"
+            )
+            alarms.append(Alarm("warning", what, "see which tier lags, and why; save less often, or give it more"))
         if not self._node.cache.direct_io:
             alarms.append(
                 Alarm(

@@ -56,7 +56,7 @@ class Joiner:
     async def _join(self, session_id: int, part: PartRef, rows: Sequence[ShardRow]) -> None:
         shards = [shard for row in rows for shard in await self._read(row)]
         size = disk_size(pack_size(shard.facts for shard in shards), PACK_CHUNK_SIZE)
-        reservation = await self._writes.reserve(size)
+        reservation = await self._writes.reserve(size, part)
         try:
             written = await new_pack(self._node, ShardKey(session_id, self._node.catalog.new_id()), part, shards)
             failpoints.hit("join.before_catalog")

@@ -157,15 +157,19 @@ class Leases:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    async def open_shard(self, ticket: bytes, part: PartRef, name: str, size: int) -> "WriteLease | Existing":
-        """Check, reserve, make the file; nothing is left behind when it raises."""
+    async def open_shard(
+        self, ticket: bytes, part: PartRef, name: str, size: int, wait_s: float = 0.0
+    ) -> "WriteLease | Existing":
+        """Check, reserve, make the file; nothing is left behind when it raises. Under pressure the grant takes its time."""
         with self._opening(ticket) as peer, self.node.disk_refusals_shown():
-            admitted = await self.writes.admit(part, name, size)
+            admitted = await self.writes.admit(part, name, size, wait_s)
             if isinstance(admitted, Existing):
                 return admitted
             lease = WriteLease(self, part, name, size, admitted)
             try:
                 await self.node.io.run(lease.file.create, disk_size(size, lease.chunk_size))
+                admitted.reservation.unwritten(0)  # the file has its blocks
+                await self.writes.admitter.slow_grant(size, part.run)
                 if peer.gone:
                     raise Unavailable("the connection ended while its file was made", name=name)
             except BaseException:

@@ -16,7 +16,7 @@ from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import Config
-from forebay_gateway.core.errors import DiskFull, InvalidArgument
+from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.movers.pool import Movers
 from forebay_gateway.paths.marks import MarkKeeper
@@ -131,6 +131,10 @@ class Node:
             yield
         except DiskFull as error:
             self.budget.disk_full(str(error))
+            raise
+        except DiskFailed as error:
+            if not self.budget.disk.reason:  # else it is the refusal itself
+                self.budget.disk.failed(error.sentence)
             raise
 
     def tier(self, name: str) -> MonitoredTier:

@@ -301,8 +301,8 @@ class ReadPath:
             return False
         size = disk_size(item.size, item.chunk_size)
         try:
-            if not await self._evictor.make_room(size):
-                return False
+            if self._node.budget.waiting or not await self._evictor.make_room(size):
+                return False  # saves wait for space: the bytes stream through
             reservation = self._node.budget.reserve(size)
         except (CacheFull, InvalidArgument):
             return False

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from forebay_gateway.admission.budget import Reservation
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.cache.footer import disk_size
@@ -72,8 +73,8 @@ class SmallPath:
         self._writes = writes
         self._packed_from = packed_from
 
-    async def put(self, part: PartRef, shards: Sequence[SmallShard]) -> list[Receipt]:
-        """All of them durable, or none taken. One catalog transaction for the group."""
+    async def put(self, part: PartRef, shards: Sequence[SmallShard], wait_s: float = 0.0) -> list[Receipt]:
+        """All of them durable, or none taken. One catalog transaction for the group. Waits for space up to `wait_s` seconds."""
         names = Counter(shard.name for shard in shards)
         if len(names) != len(shards):
             raise InvalidArgument("a request names a shard twice", name=names.most_common(1)[0][0])
@@ -83,8 +84,7 @@ class SmallPath:
             known = await self._in_pages(self._same_already(session_id, part, shard) for shard in shards)
             fresh = [shard for shard, same in zip(shards, known, strict=True) if not same]
             if fresh:
-                # Shielded: a client that goes away must not cut the group between its files and the catalog.
-                await uncut(self._write_group(session_id, part, fresh))
+                await self._put_group(session_id, part, fresh, wait_s)
         return [Receipt(*shard.facts) for shard in shards]
 
     async def _in_pages(self, looks: Iterator[T]) -> list[T]:
@@ -109,23 +109,34 @@ class SmallPath:
         Existing(Receipt(existing.name, existing.size, existing.crc32c)).compare(len(shard.data), shard.crc32c)
         return True
 
-    async def _write_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard]) -> None:
+    async def _put_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard], wait_s: float) -> None:
         chunk_size = self._node.config.cache.chunk_size
         packs, plain = self._split(session_id, part, shards)
-        with contextlib.ExitStack() as claims:
+        with contextlib.ExitStack() as stack:
             claim = self._writes.claim
-            await self._in_pages(claims.enter_context(claim(session_id, part, shard.name)) for shard in shards)
+            await self._in_pages(stack.enter_context(claim(session_id, part, shard.name)) for shard in shards)
             sizes = [disk_size(len(shard.data), chunk_size) for shard in plain]
             sizes += [disk_size(pack_size(shard.facts for shard in pack), PACK_CHUNK_SIZE) for pack in packs]
-            reservation = await self._writes.reserve(sum(sizes))
-            try:
-                written = await self._write_files(session_id, part, packs, plain)
-                failpoints.hit("small.before_catalog")
-                await self._record(part, written)
-                failpoints.hit("small.done")
-            except BaseException:
-                reservation.release()
-                raise
+            reservation = await self._writes.reserve(sum(sizes), part, wait_s)
+            stack.callback(reservation.release)  # no effect once it is settled
+            await self._writes.admitter.slow_grant(sum(sizes), part.run)
+            # Shielded: a client that goes away must not cut the group between its files and the catalog.
+            await uncut(self._write_group(session_id, part, packs, plain, reservation, stack.pop_all()))
+
+    async def _write_group(
+        self,
+        session_id: int,
+        part: PartRef,
+        packs: Sequence[Sequence[SmallShard]],
+        plain: Sequence[SmallShard],
+        reservation: Reservation,
+        held: contextlib.ExitStack,
+    ) -> None:
+        with held:
+            written = await self._write_files(session_id, part, packs, plain)
+            failpoints.hit("small.before_catalog")
+            await self._record(part, written)
+            failpoints.hit("small.done")
             reservation.settle(sum(each.row.disk_size for each in written))
 
     def _split(

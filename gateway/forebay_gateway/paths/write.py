@@ -14,16 +14,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay_gateway.admission.budget import Reservation, disk_full_reason
+from forebay_gateway.admission.budget import Reservation
 from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import (
     AlreadyExists,
-    CacheFull,
     Corrupt,
-    DiskFull,
     ForebayError,
     InvalidArgument,
     NotFound,
@@ -33,9 +31,9 @@ from forebay_gateway.core.layout import announce_key, shard_key
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
 from forebay_gateway.movers.jobs import Identity
+from forebay_gateway.paths.admit import Admitter
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
-from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name, check_step
 from forebay_wire.packs import PackIndex, pack_name
@@ -45,7 +43,6 @@ log = logging.getLogger("forebay.write")
 MAX_WRITERS = 1 << 20
 GROWTH_BYTES_MAX = 64 << 20  # reserved at a time for a stream whose length is not known; less in a small cache
 S3_KEY_BYTES_MAX = 1024  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html
-DISK_FULL_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class WritePath:
 
     def __init__(self, node: Node, evictor: Evictor) -> None:
         self._node = node
-        self._evictor = evictor
+        self.admitter = Admitter(node, evictor)
         self._receiving: dict[tuple[int, str], int] = {}  # (session, shard name): writer that streams it now
         self._streaming: Counter[tuple[int, int]] = Counter()  # (session, writer): streams under way
         self._last_heard_s: dict[tuple[int, int], float] = {}  # (session, writer): monotonic
@@ -118,13 +115,13 @@ class WritePath:
 
     # -- one shard by stream -------------------------------------------------------------------------------------------
 
-    async def begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
-        """Check and reserve; nothing is left behind when it raises."""
+    async def begin(self, part: PartRef, name: str, size: int | None, wait_s: float = 0.0) -> "Incoming | Existing":
+        """Check and reserve, waiting for space up to `wait_s` seconds; nothing is left behind when it raises."""
         with self._node.disk_refusals_shown():
-            return await self._begin(part, name, size)
+            return await self._begin(part, name, size, wait_s)
 
-    async def _begin(self, part: PartRef, name: str, size: int | None) -> "Incoming | Existing":
-        admitted = await self.admit(part, name, size)
+    async def _begin(self, part: PartRef, name: str, size: int | None, wait_s: float) -> "Incoming | Existing":
+        admitted = await self.admit(part, name, size, wait_s)
         if isinstance(admitted, Existing):
             return admitted
         chunk_size = self._node.config.cache.chunk_size
@@ -133,9 +130,11 @@ class WritePath:
         except BaseException:
             admitted.give_back()
             raise
+        if size is not None:
+            admitted.reservation.unwritten(0)  # the file has its blocks
         return Incoming(self, part, name, size, admitted, writer)
 
-    async def admit(self, part: PartRef, name: str, size: int | None) -> "Admission | Existing":
+    async def admit(self, part: PartRef, name: str, size: int | None, wait_s: float = 0.0) -> "Admission | Existing":
         """Names checked, the name claimed, space reserved; whoever brings the bytes, on whatever lane, begins here."""
         self.checked_name(part, name)
         session_id = await self.open_part(part)
@@ -144,7 +143,8 @@ class WritePath:
         claim = self.claim(session_id, part, name)
         try:
             chunk_size = self._node.config.cache.chunk_size
-            reservation = await self.reserve(disk_size(self.growth_bytes if size is None else size, chunk_size))
+            wanted = disk_size(self.growth_bytes if size is None else size, chunk_size)
+            reservation = await self.reserve(wanted, part, wait_s)
         except BaseException:
             claim.close()
             raise
@@ -264,42 +264,19 @@ class WritePath:
             )
         return row
 
-    async def reserve(self, size: int) -> Reservation:
-        """Space, after evicting verified data where that helps; raises CacheFull."""
-        self._node.budget.check_fits(size)
-        await self._check_disk(size)
+    async def reserve(self, size: int, part: PartRef, wait_s: float = 0.0) -> Reservation:
+        """Space for a writer's bytes. See Admitter.reserve."""
         try:
-            return self._node.budget.reserve(size)
-        except CacheFull as error:
-            if not await self._evictor.make_room(size):
-                stuck = {tier.name: "held" if tier.held else tier.state.value for tier in self._stuck_tiers()}
-                if not stuck:
-                    raise
-                words = "the cache takes no new shard now, and what it holds does not drain"
-                raise CacheFull(words, retry_after_s=error.retry_after_s, **error.details, **stuck) from None
-            return self._node.budget.reserve(size)
+            return await self.admitter.reserve(size, part.run, part.writer, wait_s)
         finally:
             self._tell_movers()
 
-    def grow(self, reservation: Reservation, size: int) -> None:
+    async def grow(self, reservation: Reservation, size: int) -> None:
         """For a stream whose length is not known. Raises CacheFull."""
         try:
-            reservation.grow(size)
+            await self.admitter.grow(reservation, size)
         finally:
             self._tell_movers()
-
-    def _stuck_tiers(self) -> list[MonitoredTier]:
-        return [tier for tier in self._node.tiers.values() if tier.required and (tier.held or not tier.usable)]
-
-    async def _check_disk(self, size: int) -> None:
-        """The disk may be fuller than the capacity says; the catalog must always have room to grow."""
-        reserve = self._node.config.cache.catalog_reserve
-        missing = size + reserve - self._node.cache.free_on_disk
-        if missing <= 0:
-            return
-        if await self._evictor.evict(missing) < missing:
-            reason = disk_full_reason(self._node.cache.free_on_disk, reserve)
-            raise DiskFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
 
     async def record(
         self, writer: int, rows: Sequence[tuple[ShardRow, bytes]], indexes: Mapping[ShardKey, PackIndex] | None = None
@@ -322,6 +299,7 @@ class WritePath:
             if not self._node.catalog.is_failed:  # else it may hold them; recovery compares
                 await self.drop_files([row.key for row, _ in rows])
             raise
+        self._node.budget.disk.worked()
 
     async def drop_files(self, keys: Sequence[ShardKey]) -> None:
         """Of shards that were not acknowledged; why they were not is what the caller hears."""
@@ -402,11 +380,12 @@ class Incoming:
         end = offset + len(data)
         if self._size is not None and end > self._size:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
-        if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
-            self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
-        self._offset = end
         with self._path._node.disk_refusals_shown():
+            if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
+                await self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
+            self._offset = end
             await self._writer.write_chunk(crc, data)
+        await self._path.admitter.slow_chunk(len(data), self._part.run)
 
     async def finish(self, size: int, crc: int) -> Receipt:
         """Durable, or an error and nothing left."""

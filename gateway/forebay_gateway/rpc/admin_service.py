@@ -85,6 +85,7 @@ class AdminService:
             direct_io=node.cache.direct_io,
             file_system=node.cache.file_system,
             open_streams=self._writes.open_streams,
+            oldest_dirty_s=node.budget.dirty_age_s,
         )
 
     def _tier(self, tier: MonitoredTier) -> pb.TierStatus:

@@ -83,9 +83,11 @@ def file_layout(node: Node, chunk_size: int) -> pb.FileLayout:
 def pressure(node: Node) -> pb.Pressure:
     """How full the cache is, and what the tiers still have to take."""
     now: Pressure = node.budget.pressure()
-    message = pb.Pressure(level=now.level, reason=now.reason, fill=now.fill)
+    message = pb.Pressure(level=now.level, reason=now.reason, fill=now.fill, waiting=node.budget.waiting)
     if now.retry_after_s is not None:
         message.retry_after_s = now.retry_after_s
+    if now.writers_bytes_per_s is not None:
+        message.writers_bytes_per_s = now.writers_bytes_per_s
     with node.catalog.read() as txn:
         totals = txn.totals()
     for tier in node.tiers.values():

@@ -27,6 +27,7 @@ from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.wholeness import has_all_parts, is_complete
 from forebay_gateway.paths.write import Existing, Incoming, WritePath
 from forebay_gateway.rpc import encode
+from forebay_gateway.rpc.pressure import PressureBoard, StreamPressure
 from forebay_gateway.rpc.receiving import Receiving
 from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, check_formed, streams
@@ -64,6 +65,7 @@ class GatewayService:
         self._paths = paths
         self.sending = Sending(node.config.node.stream_timeout)
         self._receiving = Receiving()
+        self._pressure = PressureBoard(node)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -77,7 +79,8 @@ class GatewayService:
             if not isinstance(header, pb.PutHeader):
                 raise InvalidArgument("a PutShard stream begins with a header")
             size = header.size if header.HasField("size") else None
-            incoming = await self._paths.write.begin(encode.part_ref(header.part), header.name, size)
+            wait_s = _wait_s(header.admit_timeout_s, context)
+            incoming = await self._paths.write.begin(encode.part_ref(header.part), header.name, size, wait_s)
             accepted = pb.Accepted(chunk_size=self._node.config.cache.chunk_size, window=WINDOW)
             if isinstance(incoming, Existing):
                 accepted.existing.CopyFrom(encode.receipt(incoming.receipt))
@@ -91,7 +94,8 @@ class GatewayService:
                 else:
                     raise InvalidArgument("a PutShard stream has one header", name=header.name)
             receipt = await incoming.finish(frame.size, frame.crc32c)
-            yield pb.PutShardResponse(receipt=encode.receipt(receipt)).SerializeToString()
+            answer = pb.PutShardResponse(receipt=encode.receipt(receipt), pressure=self._pressure.now())
+            yield answer.SerializeToString()
         finally:
             if incoming is not None:
                 await incoming.discard()
@@ -100,7 +104,8 @@ class GatewayService:
     async def OpenShard(self, request: pb.OpenShardRequest, context: Context) -> pb.OpenShardResponse:
         """See gateway.proto."""
         leases = self._paths.leases
-        lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size)
+        wait_s = _wait_s(request.admit_timeout_s, context)
+        lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size, wait_s)
         if isinstance(lease, Existing):
             return pb.OpenShardResponse(existing=encode.receipt(lease.receipt))
         layout = encode.file_layout(self._node, lease.chunk_size)
@@ -110,7 +115,8 @@ class GatewayService:
     async def SealShard(self, request: pb.SealShardRequest, context: Context) -> pb.SealShardResponse:
         """See gateway.proto."""
         sealed = await self._paths.leases.seal(request.lease, request.size, request.crc32c, request.chunk_crcs)
-        return pb.SealShardResponse(receipt=encode.receipt(sealed.receipt), copied=sealed.copied)
+        receipt = encode.receipt(sealed.receipt)
+        return pb.SealShardResponse(receipt=receipt, copied=sealed.copied, pressure=self._pressure.now())
 
     @streams
     async def PutMany(
@@ -118,6 +124,7 @@ class GatewayService:
     ) -> AsyncGenerator[pb.PutManyResponse, None]:
         """See gateway.proto."""
         part: pb.PartRef | None = None
+        pressure = StreamPressure(self._pressure)
         receive = partial(_next_message, requests, self._node.config.node.stream_timeout)
         while True:
             async with self._receiving.next(receive, _bytes_of) as request:
@@ -129,10 +136,11 @@ class GatewayService:
                     raise InvalidArgument("the first message of a PutMany stream names the part")
                 check_group(len(request.shards))
                 shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
+                wait_s = _wait_s(request.admit_timeout_s, context)
                 del request  # the shards are copies
-                receipts = await self._paths.small.put(encode.part_ref(part), shards)
+                receipts = await self._paths.small.put(encode.part_ref(part), shards, wait_s)
                 del shards  # not held while the next one is waited for
-            yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts])
+            yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts], pressure=pressure.news())
 
     @answers
     async def CommitPart(self, requests: AsyncIterator[pb.CommitPartRequest], context: Context) -> pb.CommitPartResponse:
@@ -156,9 +164,7 @@ class GatewayService:
             request = await _next_message(requests, deadline_s)
         done = await self._paths.commit.commit(part, expected, metadata_json)
         await let_go(expected)
-        return pb.CommitPartResponse(
-            level="cache", checkpoint_complete=done.complete_at_cache, pressure=encode.pressure(self._node)
-        )
+        return pb.CommitPartResponse(level="cache", checkpoint_complete=done.complete_at_cache, pressure=self._pressure.now())
 
     @answers
     async def AbortPart(self, request: pb.AbortPartRequest, context: Context) -> pb.AbortPartResponse:
@@ -376,6 +382,14 @@ class GatewayService:
             check_run(run)
         except InvalidName as error:
             raise InvalidArgument(str(error)) from error
+
+
+def _wait_s(asked_s: float, context: Context) -> float:
+    """For how long a call may wait for space: no longer than it lives. One that asks for nothing is refused at once."""
+    if not asked_s > 0:  # also what is no number
+        return 0.0
+    left_s = context.time_remaining()
+    return asked_s if left_s is None else min(asked_s, left_s)
 
 
 def _bytes_of(message: Any | None) -> int:

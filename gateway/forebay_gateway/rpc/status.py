@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from forebay_gateway.core.errors import ForebayError, Incomplete, InvalidArgument
+from forebay_gateway.core.errors import CacheFull, ForebayError, Incomplete, InvalidArgument
 from forebay_gateway.rpc.sending import Answers, Sending
 from forebay_wire.v1 import gateway_pb2 as pb
 
@@ -54,6 +54,8 @@ def detail_of(error: BaseException) -> pb.ErrorDetail:
     detail = pb.ErrorDetail(kind=error.kind, message=message)
     if error.retry_after_s is not None:
         detail.retry_after_s = error.retry_after_s
+    if isinstance(error, CacheFull):
+        detail.waited_s = error.waited_s
     if isinstance(error, Incomplete):
         for part in error.missing[:MISSING_SHOWN_MAX]:
             detail.missing.add(writer=part.writer, shards=part.shards, state=part.state)

@@ -46,6 +46,7 @@ class CacheStatus(_message.Message):
     DIRECT_IO_FIELD_NUMBER: _builtins.int
     FILE_SYSTEM_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
+    OLDEST_DIRTY_S_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     capacity_bytes: _builtins.int
     used_bytes: _builtins.int
@@ -57,6 +58,8 @@ class CacheStatus(_message.Message):
     direct_io: _builtins.bool
     file_system: _builtins.str
     open_streams: _builtins.int
+    oldest_dirty_s: _builtins.float
+    """age of the oldest shard that some required tier lacks; 0: there is none"""
     def __init__(
         self,
         *,
@@ -68,10 +71,11 @@ class CacheStatus(_message.Message):
         direct_io: _builtins.bool = ...,
         file_system: _builtins.str = ...,
         open_streams: _builtins.int = ...,
+        oldest_dirty_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "direct_io", b"direct_io", "dirty_bytes", b"dirty_bytes", "file_system", b"file_system", "open_streams", b"open_streams", "path", b"path", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "direct_io", b"direct_io", "dirty_bytes", b"dirty_bytes", "file_system", b"file_system", "oldest_dirty_s", b"oldest_dirty_s", "open_streams", b"open_streams", "path", b"path", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

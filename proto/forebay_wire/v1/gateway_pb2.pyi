@@ -90,9 +90,12 @@ class PutHeader(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    ADMIT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     size: _builtins.int
     """absent: not known yet; space is then reserved as it grows"""
+    admit_timeout_s: _builtins.float
+    """how long the gateway may let it wait for space before CacheFull; 0: not at all"""
     @_builtins.property
     def part(self) -> Global___PartRef: ...
     def __init__(
@@ -101,10 +104,11 @@ class PutHeader(_message.Message):
         part: Global___PartRef | None = ...,
         name: _builtins.str = ...,
         size: _builtins.int | None = ...,
+        admit_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "part", b"part", "size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "name", b"name", "part", b"part", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "admit_timeout_s", b"admit_timeout_s", "name", b"name", "part", b"part", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__size: _TypeAlias = _typing.Literal["size"]  # noqa: Y015
     _WhichOneofArgType__size: _TypeAlias = _typing.Literal["_size", b"_size"]  # noqa: Y015
@@ -230,19 +234,25 @@ class PutShardResponse(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
     def receipt(self) -> Global___Receipt: ...
+    @_builtins.property
+    def pressure(self) -> Global___Pressure:
+        """beside a receipt"""
+
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         receipt: Global___Receipt | None = ...,
+        pressure: Global___Pressure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "pressure", b"pressure", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "receipt", b"receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "pressure", b"pressure", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["accepted", "receipt"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
@@ -258,10 +268,13 @@ class OpenShardRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    ADMIT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     name: _builtins.str
     size: _builtins.int
     """exact"""
+    admit_timeout_s: _builtins.float
+    """as in PutHeader"""
     @_builtins.property
     def part(self) -> Global___PartRef: ...
     def __init__(
@@ -271,10 +284,11 @@ class OpenShardRequest(_message.Message):
         part: Global___PartRef | None = ...,
         name: _builtins.str = ...,
         size: _builtins.int = ...,
+        admit_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "part", b"part", "size", b"size", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_timeout_s", b"admit_timeout_s", "name", b"name", "part", b"part", "size", b"size", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -384,19 +398,23 @@ class SealShardResponse(_message.Message):
 
     RECEIPT_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     copied: _builtins.bool
     """somebody still held the file open for writing, so a checked copy of it was sealed instead"""
     @_builtins.property
     def receipt(self) -> Global___Receipt: ...
+    @_builtins.property
+    def pressure(self) -> Global___Pressure: ...
     def __init__(
         self,
         *,
         receipt: Global___Receipt | None = ...,
         copied: _builtins.bool = ...,
+        pressure: Global___Pressure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "receipt", b"receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "pressure", b"pressure", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,6 +526,9 @@ class PutManyRequest(_message.Message):
 
     PART_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    ADMIT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    admit_timeout_s: _builtins.float
+    """as in PutHeader; of this request"""
     @_builtins.property
     def part(self) -> Global___PartRef:
         """in the first message of the stream"""
@@ -519,10 +540,11 @@ class PutManyRequest(_message.Message):
         *,
         part: Global___PartRef | None = ...,
         shards: _abc.Iterable[Global___SmallShard] | None = ...,
+        admit_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_timeout_s", b"admit_timeout_s", "part", b"part", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,16 +555,22 @@ class PutManyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIPTS_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]: ...
+    @_builtins.property
+    def pressure(self) -> Global___Pressure:
+        """where it is another than this stream was last told"""
+
     def __init__(
         self,
         *,
         receipts: _abc.Iterable[Global___Receipt] | None = ...,
+        pressure: Global___Pressure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipts", b"receipts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure", "receipts", b"receipts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1390,12 +1418,18 @@ class Pressure(_message.Message):
     FILL_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    WRITERS_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     level: _builtins.str
     """"ok", "soft", "hard", "refusing" """
     reason: _builtins.str
     fill: _builtins.float
     """of capacity, 0..1"""
     retry_after_s: _builtins.float
+    writers_bytes_per_s: _builtins.float
+    """to which all writers of this gateway together are slowed; absent: they are not"""
+    waiting: _builtins.int
+    """requests that wait for space"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBacklog]: ...
     def __init__(
@@ -1406,14 +1440,21 @@ class Pressure(_message.Message):
         fill: _builtins.float = ...,
         tiers: _abc.Iterable[Global___TierBacklog] | None = ...,
         retry_after_s: _builtins.float | None = ...,
+        writers_bytes_per_s: _builtins.float | None = ...,
+        waiting: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "_writers_bytes_per_s", b"_writers_bytes_per_s", "retry_after_s", b"retry_after_s", "writers_bytes_per_s", b"writers_bytes_per_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "fill", b"fill", "level", b"level", "reason", b"reason", "retry_after_s", b"retry_after_s", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "_writers_bytes_per_s", b"_writers_bytes_per_s", "fill", b"fill", "level", b"level", "reason", b"reason", "retry_after_s", b"retry_after_s", "tiers", b"tiers", "waiting", b"waiting", "writers_bytes_per_s", b"writers_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
     _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015
+    _WhichOneofReturnType__writers_bytes_per_s: _TypeAlias = _typing.Literal["writers_bytes_per_s"]  # noqa: Y015
+    _WhichOneofArgType__writers_bytes_per_s: _TypeAlias = _typing.Literal["_writers_bytes_per_s", b"_writers_bytes_per_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__writers_bytes_per_s) -> _WhichOneofReturnType__writers_bytes_per_s | None: ...
 
 Global___Pressure: _TypeAlias = Pressure  # noqa: Y015
 
@@ -1425,11 +1466,14 @@ class ErrorDetail(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """not_found, already_exists, invalid_argument, incomplete, corrupt, cache_full,"""
     message: _builtins.str
     """unavailable, permission_denied, deadline_exceeded, unsupported, internal"""
     retry_after_s: _builtins.float
+    waited_s: _builtins.float
+    """of cache_full: for how long the gateway waited before it said so"""
     @_builtins.property
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Missing]: ...
     def __init__(
@@ -1439,10 +1483,11 @@ class ErrorDetail(_message.Message):
         message: _builtins.str = ...,
         retry_after_s: _builtins.float | None = ...,
         missing: _abc.Iterable[Global___Missing] | None = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "kind", b"kind", "message", b"message", "missing", b"missing", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "kind", b"kind", "message", b"message", "missing", b"missing", "retry_after_s", b"retry_after_s", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
     _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015

@@ -1,0 +1,107 @@
+"""Requests that do not fit now wait for their turn, until their time is over.
+
+Owns the waiting: who may wait, for how long, and that whoever goes leaves nothing behind. Does not own the order (queue.py),
+the space (budget.py), nor how room is made (paths/admit.py).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from forebay_gateway.admission.budget import Budget, Reservation
+from forebay_gateway.admission.queue import FairQueue, Waiter
+from forebay_gateway.base.clock import Clock
+from forebay_gateway.core.errors import CacheFull
+
+WAITERS_MAX = 1024  # more than a node has ranks; to find the next looks at each. Who comes later is refused, and comes again
+WAIT_S_MAX = 30.0  # then the client hears, and asks anew: a call that says nothing for longer looks dead
+LOOK_AGAIN_S = 1.0  # while waiting: whether there is hope yet, and whether something can be evicted
+
+
+class WaitingRoom:
+    """All of a gateway. `has_hope` says whether the drain moves; `make_room` evicts for so many bytes where it can."""
+
+    def __init__(
+        self, budget: Budget, clock: Clock, has_hope: Callable[[], bool], make_room: Callable[[int], Awaitable[bool]]
+    ) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._has_hope = has_hope
+        self._make_room = make_room
+        self._queue = FairQueue()
+        budget.on_room = self.serve
+
+    async def admit(self, size: int, run: str, writer: int, wait_s: float) -> Reservation:
+        """Space for `size` bytes, in its turn, within `wait_s` seconds. Raises CacheFull, at once where waiting is in vain;
+        InvalidArgument for what never fits."""
+        self._budget.check_fits(size, run)
+        if not len(self._queue) and (made := await self._now(size, run)) is not None:
+            return made
+        waiter = Waiter(run, writer, size, asyncio.get_running_loop().create_future())
+        began_s = self._clock.monotonic()
+        self._queue.add(waiter)
+        self._count()
+        try:
+            self.serve()
+            await self._wait(waiter, began_s, min(wait_s, WAIT_S_MAX))
+            return waiter.future.result()
+        except BaseException:
+            if waiter.future.done() and not waiter.future.cancelled():
+                waiter.future.result().release()  # given in the same moment
+            raise
+        finally:
+            self._queue.remove(waiter)
+            self._count()
+            self.serve()  # it may have stood before others
+
+    def serve(self) -> None:
+        """Give space to those whose turn it is, as long as there is some."""
+        while (waiter := self._next()) is not None:
+            if waiter.future.done():  # its call was cancelled, and has not had its turn to leave
+                self._queue.remove(waiter)
+                continue
+            try:
+                made = self._budget.reserve(waiter.size, waiter.run)
+            except CacheFull:
+                break
+            self._queue.served(waiter)
+            waiter.future.set_result(made)
+        self._count()
+
+    async def _now(self, size: int, run: str) -> Reservation | None:
+        try:
+            return self._budget.reserve(size, run)
+        except CacheFull:
+            if self._budget.over_quota(run, size) or not await self._make_room(size):
+                return None
+        if len(self._queue):  # others have come while room was made
+            return None
+        try:
+            return self._budget.reserve(size, run)
+        except CacheFull:
+            return None
+
+    async def _wait(self, waiter: Waiter, began_s: float, wait_s: float) -> None:
+        waited_s = 0.0
+        while not waiter.future.done():
+            if waited_s >= wait_s or len(self._queue) > WAITERS_MAX or not self._has_hope():
+                raise self._budget.refusal(waiter.size, waiter.run, waited_s=waited_s)
+            await self._pause(waiter, min(LOOK_AGAIN_S, wait_s - waited_s))
+            if not waiter.future.done() and self._next() is waiter and not self._budget.over_quota(waiter.run, waiter.size):
+                await self._make_room(waiter.size)
+                self.serve()
+            waited_s = self._clock.monotonic() - began_s
+
+    async def _pause(self, waiter: Waiter, pause_s: float) -> None:
+        sleeping: asyncio.Future[Any] = asyncio.ensure_future(self._clock.sleep(pause_s))
+        try:
+            watched: set[asyncio.Future[Any]] = {sleeping, waiter.future}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+
+    def _next(self) -> Waiter | None:
+        return self._queue.next(lambda waiter: not self._budget.over_quota(waiter.run, waiter.size))
+
+    def _count(self) -> None:
+        self._budget.waiting, self._budget.waiting_bytes = len(self._queue), self._queue.size

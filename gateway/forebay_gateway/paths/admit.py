@@ -1,0 +1,166 @@
+"""Before data flows: space for it, in its turn, and no faster than the tiers can follow.
+
+    is the disk sound, has it room beside the catalog's reserve   -> else refused
+    space by the budget; verified shards go where that makes room -> a reservation
+    else a wait in the fair queue, as long as the drain moves     -> a reservation, or CacheFull with a time to come back
+    above the soft watermark                                      -> each byte takes its time
+
+Owns these acts' order. Does not own the arithmetic (admission/), nor what is written then.
+"""
+
+from collections.abc import Mapping
+
+from forebay_gateway.admission.budget import Budget, Reservation, disk_full_reason
+from forebay_gateway.admission.curve import CHUNK_SLEEP_S_MAX, GRANT_SLEEP_S_MAX, Throttle
+from forebay_gateway.admission.quota import Quotas
+from forebay_gateway.admission.waiting import WaitingRoom
+from forebay_gateway.catalog import Catalog
+from forebay_gateway.core.config_sections import MIB, Config
+from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, StartupError
+from forebay_gateway.core.policy import policy_of
+from forebay_gateway.core.quantities import format_size
+from forebay_gateway.paths.evict import Evictor
+from forebay_gateway.paths.node import Node
+from forebay_gateway.tiers.monitor import MonitoredTier
+
+DISK_FULL_RETRY_S = 5.0
+DISK_FAILS_RETRY_S = 5.0
+CAPACITY_SHARE = 0.8  # of the disk, where none is configured
+
+
+class Admitter:
+    """All writers of this gateway."""
+
+    def __init__(self, node: Node, evictor: Evictor) -> None:
+        self._node = node
+        self._evictor = evictor
+        self._room = WaitingRoom(node.budget, node.clock, self._has_hope, evictor.make_room)
+        self._throttle = Throttle(node.clock, node.budget.pace_s)
+
+    async def reserve(self, size: int, run: str, writer: int, wait_s: float = 0.0) -> Reservation:
+        """Space, after evicting verified data where that helps and waiting up to `wait_s` seconds. Raises CacheFull, DiskFull,
+        DiskFailed; InvalidArgument for what never fits."""
+        self._node.budget.check_fits(size, run)
+        await self._check_disk(size)
+        try:
+            reservation = await self._room.admit(size, run, writer, wait_s)
+        except CacheFull as error:
+            stuck = {tier.name: "held" if tier.held else tier.state.value for tier in self._stuck_tiers()}
+            if not stuck or self._node.budget.over_quota(run, size):
+                raise
+            words = "the cache takes no new shard now, and what it holds does not drain"
+            refusal = CacheFull(words, retry_after_s=error.retry_after_s, **error.details, **stuck)
+            refusal.waited_s = error.waited_s
+            raise refusal from None
+        reservation.unwritten(size)
+        return reservation
+
+    async def grow(self, reservation: Reservation, size: int) -> None:
+        """More, for a stream whose length is not known. It does not wait: what it holds might be what others wait for."""
+        await self._check_disk(size)
+        reservation.grow(size)
+        reservation.unwritten(size)  # what it had before is written
+
+    async def slow_chunk(self, size: int, run: str) -> None:
+        """The time that a chunk takes before its writer has credit for the next one."""
+        await self._throttle.slow(size, run, CHUNK_SLEEP_S_MAX)
+
+    async def slow_grant(self, size: int, run: str) -> None:
+        """Likewise before a lease is granted, or many small shards are written: for all of their bytes at once."""
+        await self._throttle.slow(size, run, GRANT_SLEEP_S_MAX)
+
+    def _has_hope(self) -> bool:
+        """Whether waiting may help: something has to go to the tiers, and it goes."""
+        node = self._node
+        if self._stuck_tiers() or node.budget.disk.reason:
+            return False
+        with node.catalog.read() as txn:
+            queues = txn.totals().tiers
+        return any(
+            tier.rate.bytes_per_s > 0 and tier.name in queues and queues[tier.name].copies
+            for tier in node.tiers.values()
+            if tier.required
+        )
+
+    def _stuck_tiers(self) -> list[MonitoredTier]:
+        return [tier for tier in self._node.tiers.values() if tier.required and (tier.held or not tier.usable)]
+
+    async def _check_disk(self, size: int) -> None:
+        """The disk may be fuller than the capacity says; the catalog must always have room to grow. What was promised to others
+        and is not written yet is not free."""
+        node = self._node
+        if node.budget.disk.reason:
+            reason = f"{node.budget.disk.reason}; no shard is taken until it takes a write again"
+            raise DiskFailed(reason, retry_after_s=DISK_FAILS_RETRY_S)
+        reserve = node.config.cache.catalog_reserve
+        missing = size + reserve + node.budget.unwritten - node.cache.free_on_disk
+        if missing <= 0:
+            return
+        if await self._evictor.evict(missing) < missing:
+            reason = disk_full_reason(node.cache.free_on_disk, reserve)
+            raise DiskFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
+
+
+def capacity_of(configured: int | None, disk_bytes: int) -> int:
+    """Bytes that the cache may fill on a disk of that size. Raises StartupError for more than there are."""
+    usual = int(disk_bytes * CAPACITY_SHARE)
+    if configured is None:
+        return usual
+    if configured > disk_bytes:
+        raise StartupError(
+            f"cache.capacity is {format_size(configured)}, and the disk of cache.path has {format_size(disk_bytes)} in all; "
+            f'set at most "{usual // MIB}MiB", {CAPACITY_SHARE:.0%} of it, or leave the key out'
+        )
+    return configured
+
+
+def budget_of(config: Config, catalog: Catalog, tiers: Mapping[str, MonitoredTier], capacity: int, used: int) -> Budget:
+    """The cache's bytes, with what the catalog and the tiers say of them."""
+
+    def drain_rate() -> float:
+        return min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0)
+
+    def dirty() -> int:
+        with catalog.read() as txn:
+            return txn.totals().dirty
+
+    return Budget(
+        capacity,
+        soft=config.cache.soft,
+        hard=config.cache.hard,
+        refuse=config.cache.refuse,
+        reopen=config.cache.reopen,
+        used=used,
+        drain_rate=drain_rate,
+        dirty=dirty,
+        quotas=Quotas(lambda run: policy_of(run, config.policies).quota if config.policies else None),
+        max_dirty_age_s=config.cache.max_dirty_age,
+    )
+
+
+def watch_quotas(node: Node) -> None:
+    """Count what each run with a quota holds, from now on by the catalog's changes. To be called before shards are taken.
+
+    What is there already is counted by sums of sessions, without the padding of files: what drains then comes to 0.
+    """
+    quotas = node.budget.quotas
+    if not any(policy.quota for policy in node.config.policies):
+        return
+    with node.catalog.read() as txn:
+        for session_id in txn.sessions_with(lambda sums: sums.sealed):
+            session, sums = txn.session(session_id), txn.session_sums(session_id)
+            if session is not None and sums.cached:
+                quotas.moved(session_id, session.run, sums.cached_size * sums.sealed // sums.cached)
+
+    def moved(session_id: int, delta: int) -> None:
+        if (run := quotas.run_of(session_id)) is None:
+            with node.catalog.read() as txn:
+                session = txn.session(session_id)
+            if session is None:
+                return
+            run = session.run
+        quotas.moved(session_id, run, delta)
+        if delta < 0:
+            node.budget.on_room()
+
+    node.catalog.on_dirty(moved)

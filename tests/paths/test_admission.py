@@ -1,0 +1,205 @@
+"""Admission over a whole gateway: quotas, the age limit, a disk that fails, what acknowledgements say, a cache larger than its
+disk."""
+
+import asyncio
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import CacheFull, Unavailable
+from forebay_gateway.admission.curve import SLOWEST_BYTES_PER_S
+from forebay_gateway.cache.incoming import IncomingFile
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.core.errors import DiskFailed, InvalidArgument, StartupError
+from forebay_gateway.paths import health
+from forebay_gateway.paths.admit import capacity_of
+from paths.kit import client_of, serving, tier, until
+
+MIB = 1 << 20
+QUOTA = '[[policy]]\nrun = "held"\nquota = "2MiB"\n'
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "pfs").mkdir()
+    return tmp_path / "pfs"
+
+
+async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_drained(tmp_path: Path, root: Path) -> None:
+    data = bytes(3 * MIB // 2)
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        await client.hold()
+        async with client.checkpoint("held", 1, session="s") as part:
+            await part.put("x", data)
+            await part.commit()
+        held = gateway.node.budget.quotas.held("held")
+        assert held == gateway.node.budget.used >= len(data)
+        async with client.checkpoint("other", 1, session="s") as part:
+            await part.put("x", data)
+            await part.commit()
+        assert gateway.node.budget.quotas.held("other") == 0  # it has none
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        quotas = gateway.node.budget.quotas
+        assert len(data) <= quotas.held("held") <= held
+        part = client.checkpoint("held", 2, session="s")
+        refused = asyncio.ensure_future(part.put("x", data))
+        await asyncio.sleep(1.0)
+        assert not refused.done()  # it comes again and again, up to its admit_timeout
+        with pytest.raises(InvalidArgument, match="quota"):
+            gateway.node.budget.reserve(3 * MIB, "held")
+        await client.release()
+        await asyncio.wait_for(refused, 30)
+        await part.commit()
+        await client.wait("held", 2, "pfs", timeout=30)
+        await until(lambda: quotas.held("held") == 0)
+
+
+async def test_what_waits_too_long_slows_writers_shows_and_passes(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root), cache_keys='max_dirty_age = "1s"') as gateway, client_of(gateway) as client:
+        await client.hold()
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("x", b"x" * MIB)
+            await part.commit()
+        await until(lambda: gateway.node.budget.too_old)
+        status = await client.status()
+        assert status.pressure.level == "hard" and "max_dirty_age" in status.pressure.reason
+        assert status.pressure.writers_bytes_per_s == SLOWEST_BYTES_PER_S
+        assert status.cache.oldest_dirty_s >= 1.0
+        assert any("max_dirty_age" in alarm.what for alarm in status.alarms)
+        began_s = asyncio.get_running_loop().time()
+        async with client.checkpoint("run", 2, session="s", lane="stream") as part:
+            await part.put("x", b"x" * MIB)
+            assert asyncio.get_running_loop().time() - began_s >= 0.2  # 1 MiB at 4 MiB a second
+            await part.commit()
+        await client.release()
+        await client.wait("run", 2, "pfs", timeout=30)
+        await until(lambda: not gateway.node.budget.too_old)
+        assert (await client.pressure()).level == "ok"
+
+
+async def test_a_disk_that_fails_is_told_and_used_again_by_itself(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = True
+
+    def fail(act: str) -> None:
+        if fails:
+            raise DiskFailed(f"the cache's disk failed: cannot {act}", errno=errno.errorcode[errno.EIO])
+
+    seal, try_writing = IncomingFile.seal, CacheDir.try_writing
+    monkeypatch.setattr(IncomingFile, "seal", lambda *arguments: (fail("seal the shard"), seal(*arguments)))
+    monkeypatch.setattr(CacheDir, "try_writing", lambda cache: (fail("write"), try_writing(cache)))
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        put = client.checkpoint("run", 1, session="s")
+        with pytest.raises(Unavailable, match="disk fail"):
+            await put.put("x", b"x" * 1000)
+        await until(lambda: gateway.node.budget.disk.reason)
+        status = await client.status()
+        assert status.pressure.level == "refusing" and status.health == "critical"
+        assert any("disk fails" in alarm.what and "kernel" in alarm.todo for alarm in status.alarms)
+        assert gateway.node.budget.reserved == 0
+        fails = False
+        await until(lambda: not gateway.node.budget.disk.reason, within_s=5 * health.DISK_FULL_SHOWN_S)
+        await put.put("x", b"x" * 1000)
+        await put.commit()
+        assert (await client.status()).health == "ok"
+
+
+async def test_every_acknowledgement_brings_the_pressure(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        await client.hold()
+        assert client.last_pressure is None
+        reserved = gateway.node.budget.reserve(160 * MIB)
+        seen = []
+        async with client.checkpoint("run", 1, session="s", lane="stream") as part:
+            await part.put("stream", b"x" * MIB)
+            seen.append(client.last_pressure)
+        reserved.release()
+        await asyncio.sleep(0.3)  # it is computed a few times a second
+        async with client.checkpoint("run", 1, session="s", lane="fd") as part:
+            await part.put("fd", b"x" * MIB)
+            seen.append(client.last_pressure)
+            reserved = gateway.node.budget.reserve(235 * MIB)
+            await asyncio.sleep(0.3)
+            await part.put_many({"many": b"x"})
+            seen.append(client.last_pressure)
+            reserved.release()
+            await asyncio.sleep(0.3)
+            committed = await part.commit()
+            assert client.last_pressure == committed.pressure
+            seen.append(client.last_pressure)
+        assert [pressure.level for pressure in seen if pressure is not None] == ["soft", "ok", "hard", "ok"]
+        assert seen[-1] is not None and seen[-1].tiers[0].tier == "pfs"
+
+
+async def test_what_is_promised_and_not_written_is_not_free_for_others(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, tier(root)) as gateway:
+        admitter, budget = gateway._writes.admitter, gateway.node.budget
+        reserve = gateway.node.config.cache.catalog_reserve
+        monkeypatch.setattr(CacheDir, "free_on_disk", property(lambda cache: reserve + 10 * MIB))
+        first = await admitter.reserve(6 * MIB, "run", 0)
+        with pytest.raises(Exception, match="kept for the catalog"):
+            await admitter.reserve(6 * MIB, "run", 1)
+        with pytest.raises(Exception, match="kept for the catalog"):
+            await admitter.grow(first, 5 * MIB)  # a stream of unknown length must not eat it either
+        first.unwritten(0)
+        (await admitter.reserve(6 * MIB, "run", 1)).release()
+        first.release()
+        assert (budget.unwritten, budget.reserved) == (0, 0)
+
+
+async def test_clients_that_go_leave_the_queue(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        node = gateway.node
+        monkeypatch.setattr(gateway._writes.admitter._room, "_has_hope", lambda: True)
+        full = node.budget.reserve(240 * MIB)
+        puts = []
+        for lane in ("stream", "fd"):
+            part = client.checkpoint("run", 1, session="s", lane=lane)
+            puts.append(asyncio.ensure_future(part.put(f"one-{lane}", b"x" * 8 * MIB)))
+        puts.append(asyncio.ensure_future(part.put_many({f"many-{number}": bytes(MIB) for number in range(8)})))
+        await until(lambda: node.budget.waiting == 3)
+        assert (await client.pressure()).waiting == 3
+        for each in puts:
+            each.cancel()
+        await until(lambda: node.budget.waiting == 0)
+        full.release()
+        await until(lambda: node.budget.reserved == 0)
+
+
+async def test_who_waits_gets_in_when_space_comes_and_is_told_when_its_time_is_over(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        node = gateway.node
+        monkeypatch.setattr(gateway._writes.admitter._room, "_has_hope", lambda: True)
+        full = node.budget.reserve(240 * MIB)
+        client._client._connection.policy = type(client._client._connection.policy)(1.0, 1.0)
+        async with client.checkpoint("run", 1, session="s", lane="stream") as part:
+            began_s = asyncio.get_running_loop().time()
+            with pytest.raises(CacheFull) as caught:
+                await part.put("x", b"x" * 8 * MIB)
+            assert 0.9 < asyncio.get_running_loop().time() - began_s < 3.0  # the wait in the gateway counts
+            assert caught.value.waited_s > 0.5
+            putting = asyncio.ensure_future(part.put("x", b"x" * 8 * MIB))
+            await until(lambda: node.budget.waiting == 1)
+            full.release()
+            assert (await putting).size == 8 * MIB
+
+
+def test_a_cache_larger_than_its_disk_is_refused_with_the_nearest_sensible_value() -> None:
+    assert capacity_of(None, 1000 * MIB) == 800 * MIB
+    assert capacity_of(1000 * MIB, 1000 * MIB) == 1000 * MIB
+    with pytest.raises(StartupError, match=r'cache\.capacity is 1001MiB.*1000MiB in all; set at most "800MiB"'):
+        capacity_of(1001 * MIB, 1000 * MIB)
+
+
+async def test_a_gateway_with_such_a_cache_does_not_start(tmp_path: Path, root: Path) -> None:
+    more = shutil.disk_usage(tmp_path).total + 1
+    with pytest.raises(StartupError, match=r"cache\.capacity"):
+        async with serving(tmp_path, tier(root), capacity=f"{more}B"):
+            raise AssertionError
