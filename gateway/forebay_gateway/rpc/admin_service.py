@@ -10,6 +10,8 @@ from forebay_gateway.core.config import render_toml
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.queue import Queue, Waiting
+from forebay_gateway.paths.reload import Reloader
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.status import Context, answers
@@ -22,11 +24,22 @@ INCOMPLETE_SHOWN_MAX = 20
 class AdminService:
     """One instance a gateway."""
 
-    def __init__(self, node: Node, health: Health, writes: WritePath, drains: dict[str, Drain], source: str) -> None:
+    def __init__(
+        self,
+        node: Node,
+        health: Health,
+        writes: WritePath,
+        queue: Queue,
+        drains: dict[str, Drain],
+        reloader: Reloader,
+        source: str,
+    ) -> None:
         self._node = node
         self._health = health
         self._writes = writes
+        self._queue = queue
         self._drains = drains
+        self._reloader = reloader
         self._source = source
 
     @answers
@@ -117,4 +130,47 @@ class AdminService:
         tiers = [self._node.tier(request.tier)] if request.tier else list(self._node.tiers.values())
         for tier in tiers:
             await self._drains[tier.name].hold(request.held)
+        if not request.held and not request.tier:
+            await self._queue.change("release", ())
         return pb.SetQueueResponse(tiers=[tier.name for tier in tiers])
+
+    @answers
+    async def ListQueue(self, request: pb.ListQueueRequest, context: Context) -> pb.ListQueueResponse:
+        """See admin.proto."""
+        waiting, skipped = await self._queue.listed()
+        return pb.ListQueueResponse(
+            entries=[_queue_entry(each) for each in waiting],
+            skips=[pb.QueueSkips(tier=tier, skipped=count) for tier, count in skipped.items()],
+        )
+
+    @answers
+    async def ChangeQueue(self, request: pb.ChangeQueueRequest, context: Context) -> pb.ChangeQueueResponse:
+        """See admin.proto."""
+        return pb.ChangeQueueResponse(ids=await self._queue.change(request.action, request.ids))
+
+    @answers
+    async def ReloadConfig(self, request: pb.ReloadConfigRequest, context: Context) -> pb.ReloadConfigResponse:
+        """See admin.proto."""
+        done = self._reloader.reload()
+        return pb.ReloadConfigResponse(changed=done.changed, needs_restart=done.needs_restart)
+
+
+def _queue_entry(waiting: Waiting) -> pb.QueueEntry:
+    entry = waiting.entry
+    message = pb.QueueEntry(
+        id=waiting.id,
+        run=entry.run,
+        step=entry.step,
+        tier=waiting.tier,
+        kind=entry.kind.name.lower(),
+        state=entry.state,
+        why=waiting.why,
+        parts=entry.parts,
+        copies=entry.copies,
+        bytes=waiting.size,
+        held=waiting.held,
+        prio=waiting.place if entry.turn else 0,
+    )
+    if waiting.next_in_s is not None:
+        message.next_in_s = waiting.next_in_s
+    return message
