@@ -26,12 +26,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard."""
+    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard; `transient` as in CommitReceipt."""
 
     name: str
     size: int
     crc32c: int
     level: str
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class CommitReceipt:
 class Level:
     """How far a checkpoint is at "cache" or at a tier.
 
-    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded" or "skipped".
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "skipped" (a newer checkpoint goes
+    in its place) or "excluded" (its run does not go there); `reason` says why.
     """
 
     level: str
@@ -105,7 +107,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks.
+    """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks. `kind` is "periodic", "final" or
+    "preemption"; `transient` as in CommitReceipt.
 
     `shards` is filled by Client.describe alone; lists leave it empty.
     """
@@ -122,6 +125,8 @@ class Checkpoint:
     pinned: bool
     metadata: Mapping[str, Any]
     reason: str
+    kind: str = "periodic"
+    transient: bool = False
     shards: tuple[Shard, ...] = field(default=(), repr=False)
 
     @property
@@ -161,7 +166,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class SaveSummary:
-    """What save_dir did: `level` was reached; `checkpoint_complete` as in CommitReceipt."""
+    """What save_dir did: `level` was reached; `checkpoint_complete` and `transient` as in CommitReceipt."""
 
     run: str
     step: int
@@ -172,6 +177,7 @@ class SaveSummary:
     level: str
     checkpoint_complete: bool
     elapsed_s: float
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,45 @@ class TierStatus:
     drain_bytes_per_s: float
     required: bool
     clock_skew_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A checkpoint that waits for a tier. `id` is what hold, release, retry and prioritise take.
+
+    `state` is "going", "waiting", "held", "deferred" (by its cadence) or "paused" (to be tried again, or waiting for others),
+    `why` says it in a clause; `prio` is its place among those that were prioritised, 0 for none.
+    """
+
+    id: str
+    run: str
+    step: int
+    tier: str
+    kind: str
+    state: str
+    why: str
+    parts: int
+    copies: int
+    bytes: int
+    held: bool
+    prio: int
+    next_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueList:
+    """What waits, tier by tier; `skipped` says how many checkpoints were left out on each tier so far."""
+
+    entries: tuple[QueueEntry, ...]
+    skipped: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Keys of the configuration that were applied, and keys that differ and take a restart."""
+
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class CommitPath:
                         session=part.session,
                         writer=part.writer,
                     )
+                if kind < row.kind:  # said again, and now that it is more urgent
+                    await self._node.catalog.write(lambda txn: txn.set_kind(session_id, kind))
             else:
                 await self._node.aside(size, lambda: compare(part, expected, there))
                 if await self._joiner.join(session_id, part):
