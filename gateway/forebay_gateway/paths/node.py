@@ -18,7 +18,7 @@ from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import Config, PolicyConfig
 from forebay_gateway.core.errors import DiskFull, InvalidArgument
 from forebay_gateway.core.policy import policy_of
-from forebay_gateway.core.records import SessionRow, ShardKey
+from forebay_gateway.core.records import Origin, SessionRow, ShardKey
 from forebay_gateway.movers.pool import Movers
 from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -123,8 +123,11 @@ class Node:
         return None if policy.tiers is None else tuple(name for name in self.tiers if name in policy.tiers)
 
     def restriction_of(self, session: SessionRow) -> tuple[str, ...] | None:
-        """The same of one session: what held at its first commit, whatever the policy says since."""
-        return session.tiers if session.commit_seq else self.only_tiers(session.run)
+        """The same of one session: what held at its first commit, whatever the policy says since. What was found on a tier is
+        restricted by nothing."""
+        if session.commit_seq or session.origin is Origin.TIER:
+            return session.tiers
+        return self.only_tiers(session.run)
 
     def usable_tiers(self) -> list[MonitoredTier]:
         """Those that may be asked now, nearest first."""

@@ -57,6 +57,9 @@ class Order:
         self._tier = tier
         self._hinted: set[int] = set()
         self._out: dict[ShardKey, int] = {}  # copies handed out: their part
+        self._kept: set[int] = (
+            set()
+        )  # sessions that the catalog did not let be left out, until something is told
         node.changes.listen_sessions(self._hint)
         node.resting[tier] = self.rests
         self._begin()
@@ -148,6 +151,7 @@ class Order:
         cadence = cadence_setting(self._tier, decision.run) if self._rules_of(decision.run).has_cadence else ""
         act = partial(begin_skip, decision.session_id, self._tier, decision.reason, cadence)
         if not await self._node.catalog.write(act):
+            self._kept.add(decision.session_id)
             self._begin()
             return False
         log.info("left out run=%s step=%s tier=%s reason=%s", decision.run, decision.step, self._tier, decision.reason)
@@ -209,6 +213,7 @@ class Order:
     def _look_at(self, txn: ReadTxn, session_id: int, turns: list[tuple[int, int]]) -> None:
         """A session of which something was told."""
         self.wake(session_id)
+        self._kept.discard(session_id)
         session = txn.session(session_id)
         checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
         if session is None or checkpoint is None or checkpoint.deleting:
@@ -233,6 +238,7 @@ class Order:
             return
         taken = self._resume(txn, session.run)
         begun = taken is not None and taken.commit_seq == session.commit_seq
+        begun = begun or session.publish.get(self._tier) is not PublishState.PENDING  # it was there, and a copy was lost
         self._scheduler.add(
             Part(
                 order=part.commit_seq,
@@ -244,7 +250,7 @@ class Order:
                 kind=session.kind,
                 pinned=checkpoint.pinned,
                 started=begun or txn.session_progress(session.id, self._tier)[0] > 0,
-                may_skip=session.writers == 1,  # of several writers: once all their parts are here
+                may_skip=session.writers == 1 and session.id not in self._kept,  # of several writers: once all parts are here
             )
         )
         if checkpoint.held:
@@ -265,7 +271,7 @@ class Order:
     def _note_completeness(self, txn: ReadTxn, session: SessionRow) -> None:
         if complete_at_cache(txn, session) or PublishState.COMPLETE in session.publish.values():
             self._scheduler.complete(session.id)
-            if session.writers > 1 and _all_here(txn, session):
+            if session.id not in self._kept and _all_here(txn, session):
                 self._scheduler.whole_here(session.id)
 
     def _prioritise(self, turns: list[tuple[int, int]]) -> None:

@@ -54,7 +54,8 @@ def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
             if newer is None or newer.commit_seq <= session.commit_seq:
                 continue
             state = newer.publish.get(tier)
-            if state is PublishState.COMPLETE or (state is PublishState.PENDING and complete_at_cache(txn, newer)):
+            whole = PublishState.COMPLETE in newer.publish.values() or complete_at_cache(txn, newer)
+            if state is PublishState.COMPLETE or (state is PublishState.PENDING and whole):
                 return True
     return False
 
