@@ -209,7 +209,8 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier and its queue. `state` is "ok", "away", "full", "starting" or "held"."""
+    """One tier and its queue. `state` is "ok", "away", "full", "starting" or "held"; `skipped` counts the checkpoints that were
+    left out on it so far."""
 
     name: str
     kind: str
@@ -222,6 +223,7 @@ class TierStatus:
     drain_bytes_per_s: float
     required: bool
     clock_skew_s: float | None
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

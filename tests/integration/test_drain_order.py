@@ -26,14 +26,18 @@ every = 2
 """
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """One for all tests here, which have a run each; the queue is held and released by each."""
-    directory = tmp_path_factory.mktemp("order")
+def started(directory: Path) -> GatewayProcess:
+    """Two POSIX tiers, and the policies above."""
     tiers = [posix_tier(directory / name, name) for name in ("near", "far")]
     for name in ("near", "far"):
         (directory / name).mkdir()
-    with GatewayProcess(directory, "order", [*tiers, POLICIES], cache_keys=SMALL_CHUNKS) as process:
+    return GatewayProcess(directory, "order", [*tiers, POLICIES], cache_keys=SMALL_CHUNKS)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """One for all tests that do not end it; each has runs of its own."""
+    with started(tmp_path_factory.mktemp("order")) as process:
         yield process
 
 
@@ -57,7 +61,7 @@ def ids(gateway: GatewayProcess, tier: str = "near") -> list[str]:
 
 def order_on_tier(gateway: GatewayProcess, run: str, tier: str = "near") -> list[int]:
     """The steps whose shards lie on the tier, by when they came."""
-    found = (gateway.directory / tier / run).glob("step-*/*/w")
+    found = {path.resolve() for path in (gateway.directory / tier / run).glob("step-*/*/w")}
     return [int(path.parts[-3].removeprefix("step-")) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
 
@@ -66,7 +70,13 @@ def all_drained(gateway: GatewayProcess) -> None:
     eventually(lambda: [tier["pending_copies"] for tier in gateway.status()["tiers"]], lambda pending: not any(pending))
 
 
-def test_final_before_periodic_and_single_holds_and_priorities_over_a_restart(gateway: GatewayProcess) -> None:
+def test_final_before_periodic_and_single_holds_and_priorities_over_a_restart(tmp_path: Path) -> None:
+    with started(tmp_path) as gateway:
+        final_before_periodic(gateway)
+
+
+def final_before_periodic(gateway: GatewayProcess) -> None:
+    """What the test above says."""
     gateway.cli("queue", "hold")
     for step in (1, 2, 3, 4):
         save(gateway, "order", step)
@@ -109,6 +119,7 @@ def test_each_second_one_goes_and_the_others_say_why_not(gateway: GatewayProcess
             client.wait("often", 2, "near", timeout=10)
         before = client.queue().skipped["near"]
         assert before >= 1
+        assert [tier["skipped"] for tier in gateway.status()["tiers"]] == [before, client.queue().skipped["far"]]
         client.pin("often", 2)
         client.wait("often", 2, "near", timeout=30)  # it is still here, so it goes after all
     assert "near:skipped" not in gateway.cli("ls", "often").stdout

@@ -1,6 +1,7 @@
 """What goes next, over a real catalog: classes, cadence, lag, an operator's word, and what of it survives a restart."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from forebay_gateway.core.errors import Incomplete, InvalidArgument, NotFound
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.core.states import CopyEvent, CopyState
-from forebay_gateway.paths import order
+from forebay_gateway.paths import order, skip
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.safety import copy_lost
 from paths.order_kit import RUN, SmallNode
@@ -104,8 +105,9 @@ async def test_an_interval_counts_from_the_last_one_that_went(tmp_path: Path) ->
 async def test_what_a_rule_holds_back_is_no_standstill(tmp_path: Path) -> None:
     async with SmallNode(tmp_path, near="every = 3") as node:
         await node.save(1)
-        await node.save(2)
         assert await node.batches() == ["1"]
+        await node.save(2)
+        assert await node.batches() == []
         health = Health(node.node, node.clock, LoopLag(node.clock))
         for _ in range(3):
             await health.step()
@@ -359,3 +361,30 @@ async def test_parts_that_were_committed_in_another_order_than_the_scheduler_met
 async def _rows(node: SmallNode, step: int) -> list[ShardKey]:
     with node.node.catalog.read() as txn:
         return [row.key for row in txn.shards(node.session(step).id)]
+
+
+async def test_a_skip_and_a_pin_at_once_never_publish_what_lacks_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skip, "COPIES_A_TRANSACTION", 1)
+    async with SmallNode(tmp_path, SKIPS) as node:
+        await node.save(1, shards=3)
+        await node.save(2)
+        write, session = node.node.catalog.write, node.session(1)
+        assert await write(partial(skip.begin_skip, session.id, "near", "why", ""))
+        assert await write(partial(skip.skip_some, session.id, "near"))
+        await write(lambda txn: txn.set_pinned(RUN, 1, True))
+        assert not await write(partial(skip.skip_some, session.id, "near"))
+        after = await write(partial(skip.unskip_some, session.id, "near", -1))
+        await write(lambda txn: txn.set_pinned(RUN, 1, False))  # and taken off again, before it was done
+        while await write(partial(skip.skip_some, session.id, "near")):
+            pass
+        while after is not None:
+            after = await write(partial(skip.unskip_some, session.id, "near", after))
+        await write(partial(skip.end_unskip, session.id, "near"))
+        assert node.states("near", 1) == ["skipped"]
+        await node.restart()
+        assert await node.batches() == ["2"]
+        assert node.states("near", 1, 2) == ["skipped", "complete"]
+        with node.node.catalog.read() as txn:
+            assert txn.totals().tiers["near"].copies == 0

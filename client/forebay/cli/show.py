@@ -172,7 +172,7 @@ def _say_status(found: Status) -> None:
                 str(tier.pending_copies),
                 "-" if tier.oldest_pending_s is None else duration_text(tier.oldest_pending_s),
                 _pace(tier),
-                tier.reason,
+                "; ".join(filter(None, (tier.reason, f"{tier.skipped} left out so far" if tier.skipped else ""))),
             )
             for tier in found.tiers
         ]

@@ -57,9 +57,7 @@ class Order:
         self._tier = tier
         self._hinted: set[int] = set()
         self._out: dict[ShardKey, int] = {}  # copies handed out: their part
-        self._kept: set[int] = (
-            set()
-        )  # sessions that the catalog did not let be left out, until something is told
+        self._kept: set[int] = set()  # sessions that the catalog did not let be left out, until something is told
         node.changes.listen_sessions(self._hint)
         node.resting[tier] = self.rests
         self._begin()

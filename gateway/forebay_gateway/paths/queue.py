@@ -56,10 +56,9 @@ class Queue:
         for name, drain in self._drains.items():
             await drain.order.catch_up()  # while the tier is away its drain does not
             entries = drain.order.entries()[:LISTED_MAX]
+            places = {entry.session_id: place for place, entry in enumerate(entries, 1) if entry.turn}  # they come first
             with self._node.catalog.read() as txn:
-                for entry in entries:
-                    place = sum(1 for other in entries if other.turn and other.turn <= entry.turn)
-                    found.append(self._waiting(txn, name, entry, place))
+                found += [self._waiting(txn, name, entry, places.get(entry.session_id, 0)) for entry in entries]
         with self._node.catalog.read() as txn:
             return found, {name: skipped_count(txn, name) for name in self._drains}
 
@@ -109,8 +108,14 @@ class Queue:
         return [f"{run}@{step}" for run, step in names]
 
     async def _all(self, action: str) -> list[Name]:
-        waiting, _ = await self.listed()
-        return list(dict.fromkeys((each.entry.run, each.entry.step) for each in waiting if action != "release" or each.held))
+        names: dict[Name, None] = {}
+        for drain in self._drains.values():
+            await drain.order.catch_up()
+            names |= dict.fromkeys((entry.run, entry.step) for entry in drain.order.entries())
+        if action != "release":
+            return list(names)
+        with self._node.catalog.read() as txn:
+            return [name for name in names if (row := txn.checkpoint(*name)) is not None and row.held]
 
     async def pinned(self, row: CheckpointRow) -> None:
         """A pin was set or taken off: what is pinned now goes to the tiers on which it was left out, while it is here."""

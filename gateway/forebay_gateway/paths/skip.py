@@ -61,7 +61,11 @@ def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
 
 
 def skip_some(session_id: int, tier: str, txn: WriteTxn) -> bool:
-    """The next copies of a SKIPPED session; whether there may be more."""
+    """The next copies of a SKIPPED session; whether there may be more. One that was pinned meanwhile is left as it is."""
+    session = txn.session(session_id)
+    row = None if session is None else txn.checkpoint(session.run, session.step)
+    if session is None or row is None or row.pinned or session.publish.get(tier) is not PublishState.SKIPPED:
+        return False
     keys: list[ShardKey] = []
     for part in txn.parts(session_id):
         if part.state is not PartState.COMMITTED or part.is_adopted:
@@ -92,9 +96,12 @@ def unskip_some(session_id: int, tier: str, after: int, txn: WriteTxn) -> int | 
 
 
 def end_unskip(session_id: int, tier: str, txn: WriteTxn) -> None:
-    """All its copies are queued again."""
+    """All its copies are queued again; where they are not (unpinned and left out once more meanwhile), it stays SKIPPED: what
+    is to be published must have a copy of every shard on its way."""
     session = txn.session(session_id)
-    if session is not None and session.publish.get(tier) is PublishState.SKIPPED:
+    if session is None or session.publish.get(tier) is not PublishState.SKIPPED:
+        return
+    if txn.session_progress(session_id, tier)[1] == txn.session_sums(session_id).shards:
         txn.unskip(session_id, tier)
 
 

@@ -12,6 +12,7 @@ from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.queue import Queue, Waiting
 from forebay_gateway.paths.reload import Reloader
+from forebay_gateway.paths.skip import skipped_count
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.status import Context, answers
@@ -89,7 +90,7 @@ class AdminService:
 
     def _tier(self, tier: MonitoredTier) -> pb.TierStatus:
         with self._node.catalog.read() as txn:
-            totals = txn.totals().tiers.get(tier.name)
+            totals, skipped = txn.totals().tiers.get(tier.name), skipped_count(txn, tier.name)
         message = pb.TierStatus(
             name=tier.name,
             kind=tier.tier.kind,
@@ -99,6 +100,7 @@ class AdminService:
             pending_bytes=totals.size if totals else 0,
             drain_bytes_per_s=tier.rate.bytes_per_s,
             required=tier.required,
+            skipped=skipped,
         )
         oldest_s = self._health.oldest_pending_s(tier.name)
         if oldest_s is not None:
@@ -169,7 +171,7 @@ def _queue_entry(waiting: Waiting) -> pb.QueueEntry:
         copies=entry.copies,
         bytes=waiting.size,
         held=waiting.held,
-        prio=waiting.place if entry.turn else 0,
+        prio=waiting.place,
     )
     if waiting.next_in_s is not None:
         message.next_in_s = waiting.next_in_s

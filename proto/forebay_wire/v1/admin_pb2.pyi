@@ -112,6 +112,7 @@ class TierStatus(_message.Message):
     DRAIN_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     REQUIRED_FIELD_NUMBER: _builtins.int
     CLOCK_SKEW_S_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _builtins.str
     state: _builtins.str
@@ -123,6 +124,8 @@ class TierStatus(_message.Message):
     drain_bytes_per_s: _builtins.float
     required: _builtins.bool
     clock_skew_s: _builtins.float
+    skipped: _builtins.int
+    """checkpoints that were left out on it so far"""
     @_builtins.property
     def capabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -139,10 +142,11 @@ class TierStatus(_message.Message):
         drain_bytes_per_s: _builtins.float = ...,
         required: _builtins.bool = ...,
         clock_skew_s: _builtins.float | None = ...,
+        skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "_oldest_pending_s", b"_oldest_pending_s", "clock_skew_s", b"clock_skew_s", "oldest_pending_s", b"oldest_pending_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "_oldest_pending_s", b"_oldest_pending_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "_oldest_pending_s", b"_oldest_pending_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "skipped", b"skipped", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clock_skew_s: _TypeAlias = _typing.Literal["clock_skew_s"]  # noqa: Y015
     _WhichOneofArgType__clock_skew_s: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s"]  # noqa: Y015
