@@ -403,7 +403,7 @@ class Announcer:
 
     async def step(self) -> float | None:
         """Announce new parts, look for others'; returns the pause in seconds."""
-        tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"][:1]
+        tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"]
         if not tiers:
             return 2.0
         began_s = self._node.clock.monotonic()
@@ -414,13 +414,16 @@ class Announcer:
         now_s = self._node.clock.monotonic()
         self._next_s = now_s + max(ANNOUNCE_S_MIN, REST_FACTOR * (now_s - began_s))
         for session, parts in found:
+            tier = next((tier for tier in tiers if session.goes_to(tier.name)), None)
+            if tier is None:
+                continue
             try:
                 for part in parts:
                     if (session.id, part.writer) not in self._told:
-                        await self._announce(tiers[0], session, part)
-                waiting = await self._learn(tiers[0], session, {part.writer for part in parts}) or waiting
+                        await self._announce(tier, session, part)
+                waiting = await self._learn(tier, session, {part.writer for part in parts}) or waiting
             except ForebayError as error:
-                tiers[0].failed(error)
+                tier.failed(error)
                 return 2.0
         return 0.5 if waiting else None
 

@@ -102,12 +102,15 @@ class Retention:
         await self._node.marks.change(marks.going(row), act, spare=True)
 
     async def drop_cache_only(self, row: CheckpointRow) -> None:
-        """A checkpoint that no tier has or is to get: marked, then out of the cache as a whole. Raises as _mark."""
+        """A checkpoint that no tier has or is to get: marked, then out of the cache as a whole. Raises as _mark.
+
+        Without the lock: writers wait for this space, and a deletion on a slow tier may hold it for long. What both do to one
+        checkpoint they can do twice.
+        """
         await self._mark(row)
-        async with self._lock:
-            sessions, shards = await self._content(row)
-            await uncut(self._out_of_cache(sessions, shards))
-            await self._node.marks.ended(row.run, row.step)
+        sessions, shards = await self._content(row)
+        await uncut(self._out_of_cache(sessions, shards))
+        await self._node.marks.ended(row.run, row.step)
         for session in sessions:
             self._node.changes.tell(session.id)
 
