@@ -38,6 +38,9 @@ def started(directory: Path) -> GatewayProcess:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One for all tests that do not end it; each has runs of its own."""
     with started(tmp_path_factory.mktemp("order")) as process:
+        save(process, "warm-up", 1)
+        with forebay.Client(process.address) as client:
+            client.wait("warm-up", 1, "all", timeout=60)  # the movers have been started, and belong to no single test
         yield process
 
 
