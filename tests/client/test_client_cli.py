@@ -73,7 +73,7 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
     saved = json.loads(call("save", str(directory), *words))
     keys = {"run", "step", "session", "writer", "shards", "size", "level", "checkpoint_complete", "elapsed_s"}
-    assert set(saved) == keys
+    assert set(saved) == keys | {"transient"}
     assert (saved["shards"], saved["level"]) == (2, "pfs")
     assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
     assert "t/r" in call("ls")
@@ -106,7 +106,7 @@ def test_status(call, directory: Path) -> None:
     assert "tier pfs is held" in text and "at risk" in text
     assert "out in    pfs: held" in text  # and no rate, which would only be the memory of what went before
     assert "B/s" not in text
-    assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"]}
+    assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"], "ids": []}
     assert "pressure" in call("pressure") and json.loads(call("pressure", "--json"))["level"] == "ok"
     assert "[cache]" in call("config", "show", "--running")
 

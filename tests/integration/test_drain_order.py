@@ -4,7 +4,6 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,15 +50,9 @@ def save(gateway: GatewayProcess, run: str, step: int, *, final: bool = False) -
         return part.commit(final=final)
 
 
-def queue(gateway: GatewayProcess) -> dict[str, Any]:
-    """`forebay queue --json`."""
-    answer: dict[str, Any] = json.loads(gateway.cli("queue", "--json").stdout)
-    return answer
-
-
-def ids(gateway: GatewayProcess, tier: str = "near") -> list[str]:
+def ids(client: forebay.Client, tier: str = "near") -> list[str]:
     """What waits for the tier, the first first."""
-    return [entry["id"] for entry in queue(gateway)["entries"] if entry["tier"] == tier]
+    return [entry.id for entry in client.queue().entries if entry.tier == tier]
 
 
 def order_on_tier(gateway: GatewayProcess, run: str, tier: str = "near") -> list[int]:
@@ -68,41 +61,42 @@ def order_on_tier(gateway: GatewayProcess, run: str, tier: str = "near") -> list
     return [int(path.parts[-3].removeprefix("step-")) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
 
-def all_drained(gateway: GatewayProcess) -> None:
+def all_drained(client: forebay.Client) -> None:
     """Until nothing waits."""
-    eventually(lambda: [tier["pending_copies"] for tier in gateway.status()["tiers"]], lambda pending: not any(pending))
+    eventually(lambda: [tier.pending_copies for tier in client.status().tiers], lambda pending: not any(pending))
 
 
 def test_final_before_periodic_and_single_holds_and_priorities_over_a_restart(tmp_path: Path) -> None:
-    with started(tmp_path) as gateway:
-        final_before_periodic(gateway)
+    with started(tmp_path) as gateway, forebay.Client(gateway.address) as client:
+        client.hold()
+        for step in (1, 2, 3, 4):
+            save(gateway, "order", step)
+        save(gateway, "order", 5, final=True)
+        gateway.cli("queue", "hold", "order@1")
+        assert client.change_queue("prio", "order@4") == ["order@4"]
+        gateway.kill()
+        gateway.start()
+        final_before_periodic(gateway, client)
 
 
-def final_before_periodic(gateway: GatewayProcess) -> None:
-    """What the test above says."""
-    gateway.cli("queue", "hold")
-    for step in (1, 2, 3, 4):
-        save(gateway, "order", step)
-    save(gateway, "order", 5, final=True)
-    gateway.cli("queue", "hold", "order@1")
-    gateway.cli("queue", "prio", "order@4")
-    gateway.kill()
-    gateway.start()
-    assert eventually(lambda: ids(gateway), lambda found: len(found) == 5)[:2] == ["order@4", "order@5"]
-    entries = {entry["id"]: entry for entry in queue(gateway)["entries"] if entry["tier"] == "near"}
+def final_before_periodic(gateway: GatewayProcess, client: forebay.Client) -> None:
+    """What the test above says, after the restart."""
+    assert eventually(lambda: ids(client), lambda found: len(found) == 5)[:2] == ["order@4", "order@5"]
+    shown = json.loads(gateway.cli("queue", "--json").stdout)
+    entries = {entry["id"]: entry for entry in shown["entries"] if entry["tier"] == "near"}
     assert (entries["order@1"]["held"], entries["order@1"]["state"]) == (True, "held")
     assert (entries["order@4"]["prio"], entries["order@5"]["kind"]) == (1, "final")
     assert "the tier is held" in entries["order@2"]["why"]
-    with forebay.Client(gateway.address) as client:
-        client.release("near")
-        client.release("far")
-        client.wait("order", 3, "all", timeout=30)
-        assert order_on_tier(gateway, "order") == [4, 5, 2, 3]
-        assert client.describe("order", 5).kind == "final"
-    assert ids(gateway) == ["order@1"]
+    assert shown["skipped"] == {"near": 0, "far": 0}
+    client.release("near")
+    client.release("far")
+    client.wait("order", 3, "all", timeout=30)
+    assert order_on_tier(gateway, "order") == [4, 5, 2, 3]
+    assert client.describe("order", 5).kind == "final"
+    assert ids(client) == ["order@1"]
     assert "held by an operator" in gateway.cli("queue").stdout
-    gateway.cli("queue", "release", "order@1")
-    all_drained(gateway)
+    client.release()  # all, whatever held it
+    all_drained(client)
     assert order_on_tier(gateway, "order")[-1] == 1
     missing = gateway.cli("queue", "hold", "order@77", check=False)
     assert missing.returncode == 3
@@ -122,7 +116,7 @@ def test_each_second_one_goes_and_the_others_say_why_not(gateway: GatewayProcess
             client.wait("often", 2, "near", timeout=10)
         before = client.queue().skipped["near"]
         assert before >= 1
-        assert [tier["skipped"] for tier in gateway.status()["tiers"]] == [before, client.queue().skipped["far"]]
+        assert [tier.skipped for tier in client.status().tiers] == [before, client.queue().skipped["far"]]
         client.pin("often", 2)
         client.wait("often", 2, "near", timeout=30)  # it is still here, so it goes after all
     assert "near:skipped" not in gateway.cli("ls", "often").stdout
