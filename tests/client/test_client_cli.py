@@ -178,7 +178,7 @@ def test_every_kind_has_a_code_from_the_contract() -> None:
 
 
 def test_usage_has_one_pair_of_brackets_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("ls", "info", "wait", "queue hold", "queue release"):
+    for command in ("ls", "info", "wait", "queue hold", "queue release", "queue retry", "queue prio"):
         assert run([*command.split(), "--help"]) == 0
         usage, _, rest = capsys.readouterr().out.partition("\n\n")
         assert "[[" not in usage and "]]" not in usage, usage

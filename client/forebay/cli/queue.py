@@ -11,20 +11,16 @@ from forebay.types import QueueEntry, QueueList
 
 _Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID|TIER]...", help="Checkpoints as `queue` shows them, or tiers; all unless given."),
+    typer.Argument(metavar="ID|TIER", help="Checkpoints as `queue` shows them, or tiers; all unless given."),
 ]
 _Checkpoints = Annotated[
-    list[str], typer.Argument(metavar="ID...", help="Checkpoints as `queue` shows them, the first first.", show_default=False)
+    list[str], typer.Argument(metavar="ID", help="Checkpoints as `queue` shows them, the first first.", show_default=False)
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    group = typer.Typer(
-        help="What waits for the tiers: list, stop, resume, try again, put first.",
-        invoke_without_command=True,
-        rich_markup_mode=None,
-    )
+    group = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
     group.callback()(list_)
     for command in (hold, release, retry, prio):
         group.command()(command)
@@ -32,9 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def list_(context: typer.Context, json: Json = False) -> int:
-    """List what waits for the tiers, by checkpoint: what goes first comes first.
+    """What waits for the tiers, by checkpoint: listed (without a command), stopped, resumed, tried again, put first.
 
-    JSON keys: entries (a list of id, run, step, tier, kind, state, why, parts, copies, bytes, held, prio, next_in_s), skipped
+    JSON keys of the list: entries (a list of id, run, step, tier, kind, state, why, parts, copies, bytes, held, prio, next_in_s), skipped
     (tier: checkpoints that were left out on it so far).
     """
     if context.invoked_subcommand is not None:
@@ -78,7 +74,10 @@ def release(ids: _Ids = None, json: Json = False) -> int:
     return _set(ids or [], False, json)
 
 
-def retry(ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...")] = None, json: Json = False) -> int:
+def retry(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="As `queue` shows them.", show_default=False)] = None,
+    json: Json = False,
+) -> int:
     """Try now what waits after a failure; all unless given. JSON keys: ids."""
     return _change("retry", ids or [], json)
 
