@@ -30,8 +30,8 @@ def register(app: typer.Typer) -> None:
 def list_(context: typer.Context, json: Json = False) -> int:
     """What waits for the tiers, by checkpoint: listed (without a command), stopped, resumed, tried again, put first.
 
-    JSON keys of the list: entries (a list of id, run, step, tier, kind, state, why, parts, copies, bytes, held, prio, next_in_s), skipped
-    (tier: checkpoints that were left out on it so far).
+    JSON keys of the list: entries (a list of id, run, step, tier, kind, state, why, parts, copies, bytes, held, prio,
+    next_in_s), skipped (tier: checkpoints that were left out on it so far).
     """
     if context.invoked_subcommand is not None:
         return 0
