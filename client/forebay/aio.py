@@ -23,7 +23,9 @@ from forebay.types import (
     CommitReceipt,
     Deletion,
     Pressure,
+    QueueList,
     Receipt,
+    Reloaded,
     RestoreSummary,
     Run,
     SaveSummary,
@@ -191,6 +193,18 @@ class AsyncClient:
         """As Client.release."""
         return await self._threads.run(self._client.release, tier)
 
+    async def queue(self) -> QueueList:
+        """As Client.queue."""
+        return await self._threads.run(self._client.queue)
+
+    async def change_queue(self, action: str, *ids: str) -> list[str]:
+        """As Client.change_queue."""
+        return await self._threads.run(self._client.change_queue, action, *ids)
+
+    async def reload_config(self) -> Reloaded:
+        """As Client.reload_config."""
+        return await self._threads.run(self._client.reload_config)
+
     async def config(self) -> str:
         """As Client.config."""
         return await self._threads.run(self._client.config)
@@ -236,10 +250,15 @@ class AsyncCheckpointWriter:
         return AsyncPending(await self._threads.run(self._writer.put_many, shards, background=True), self._threads)
 
     async def commit(
-        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        wait: str = "cache",
+        timeout: float | None = None,
+        *,
+        final: bool = False,
     ) -> CommitReceipt:
         """As CheckpointWriter.commit."""
-        return await self._threads.run(self._writer.commit, metadata, wait, timeout)
+        return await self._threads.run(partial(self._writer.commit, metadata, wait, timeout, final=final))
 
     async def abort(self) -> int:
         """As CheckpointWriter.abort."""

@@ -4,6 +4,7 @@ Owns nothing but the mapping to threads: a snapshot waits for buffers and copies
 """
 
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -76,10 +77,17 @@ class AsyncBackgroundCheckpoint:
         return AsyncPending(await self._threads.run(self._part.put_many, shards), self._threads)
 
     async def commit(
-        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        wait: str = "cache",
+        timeout: float | None = None,
+        *,
+        final: bool = False,
     ) -> AsyncPending[CommitReceipt]:
         """As BackgroundCheckpoint.commit."""
-        return AsyncPending(await self._threads.run(self._part.commit, metadata, wait, timeout), self._threads)
+        return AsyncPending(
+            await self._threads.run(partial(self._part.commit, metadata, wait, timeout, final=final)), self._threads
+        )
 
     async def abort(self) -> int:
         """As BackgroundCheckpoint.abort."""

@@ -27,6 +27,9 @@ from forebay.types import (
     Checkpoint,
     Deletion,
     Pressure,
+    QueueEntry,
+    QueueList,
+    Reloaded,
     RestoreSummary,
     Run,
     SaveSummary,
@@ -159,8 +162,10 @@ class Client:
         timeout: float | None = None,
         streams: int = directories.STREAMS,
         lane: str = "auto",
+        final: bool = False,
     ) -> SaveSummary:
-        """Save every file below `path` as a shard of this writer's part and commit it; `wait` and `timeout` as in commit().
+        """Save every file below `path` as a shard of this writer's part and commit it; `wait`, `timeout` and `final` as in
+        commit().
 
         What cannot be saved, or a level that the gateway does not have, is an error that names it, before anything is sent.
         `lane` as in checkpoint().
@@ -173,7 +178,7 @@ class Client:
         with part:
             with byte_counter(f"save {run}/{step}", total, self._progress) as count:
                 directories.put_files(part, files, _checked_streams(streams), count)
-            receipt = part.commit(metadata, wait, timeout)
+            receipt = part.commit(metadata, wait, timeout, final=final)
         return SaveSummary(
             run=run,
             step=step,
@@ -184,6 +189,7 @@ class Client:
             level=receipt.level,
             checkpoint_complete=receipt.checkpoint_complete,
             elapsed_s=time.monotonic() - started_s,
+            transient=receipt.transient,
         )
 
     # Looking
@@ -333,6 +339,32 @@ class Client:
     def release(self, tier: str = "") -> list[str]:
         """Undo hold()."""
         return self._set_queue(tier, False)
+
+    def queue(self) -> QueueList:
+        """What waits for the tiers, by checkpoint: what goes first comes first."""
+        answer = self._connection.call(lambda stubs: stubs.admin.ListQueue, admin_pb2.ListQueueRequest(), "list the queue")
+        entries = tuple(record(entry, QueueEntry) for entry in answer.entries)
+        return QueueList(entries, {each.tier: int(each.skipped) for each in answer.skips})
+
+    def change_queue(self, action: str, *ids: str) -> list[str]:
+        """ "hold", "release", "retry" or "prio" of checkpoints that wait, by QueueEntry.id, on every tier; their ids.
+
+        No id means all that wait; "prio" needs some, and puts them first in the order given. Holds and priorities survive a
+        restart. Raises InvalidArgument, NotFound; then nothing was changed.
+        """
+        request = admin_pb2.ChangeQueueRequest(action=action, ids=ids)
+        doing = f"{action} {', '.join(ids[:3]) or 'the queue'}"
+        answer = self._connection.call(lambda stubs: stubs.admin.ChangeQueue, request, doing)
+        return list(answer.ids)
+
+    def reload_config(self) -> Reloaded:
+        """Have the gateway read its configuration file again and apply what may change while it runs.
+
+        Raises InvalidArgument for a file that is not valid: nothing is changed then.
+        """
+        doing = "reload the configuration"
+        answer = self._connection.call(lambda stubs: stubs.admin.ReloadConfig, admin_pb2.ReloadConfigRequest(), doing)
+        return record(answer, Reloaded)
 
     def config(self) -> str:
         """The gateway's effective configuration as TOML, secrets left out."""

@@ -154,7 +154,12 @@ class BackgroundCheckpoint:
         return self._part.put_many(shards, background=True)
 
     def commit(
-        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        wait: str = "cache",
+        timeout: float | None = None,
+        *,
+        final: bool = False,
     ) -> PendingCommit:
         """Commit once every put is durable; returns at once. Arguments as CheckpointWriter.commit. Repeated: the same handle.
 
@@ -167,7 +172,7 @@ class BackgroundCheckpoint:
                 return self._commit
             self._part.check_background()
             commit = PendingCommit(f"commit of {self.run}/{self.step} in the background")
-            self._background.commit(commit, lambda: self._carry_out(commit, text, wait, deadline_s))
+            self._background.commit(commit, lambda: self._carry_out(commit, text, wait, deadline_s, final))
             self._commit = commit
             return commit
 
@@ -185,9 +190,9 @@ class BackgroundCheckpoint:
         if self._commit is None and self._pid == os.getpid():
             self._part.give_up()
 
-    def _carry_out(self, commit: PendingCommit, text: str, wait: str, deadline_s: float | None) -> None:
+    def _carry_out(self, commit: PendingCommit, text: str, wait: str, deadline_s: float | None, final: bool) -> None:
         try:
-            receipt = self._part.commit_json(text, deadline_s)
+            receipt = self._part.commit_json(text, deadline_s, final=final)
         except BaseException as error:  # noqa: BLE001 - the handle and the next call raise it
             with contextlib.suppress(Exception):
                 self._part.give_up()

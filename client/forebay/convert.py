@@ -35,6 +35,8 @@ _RECORDS: dict[type[Message], type[Any]] = {
     admin_pb2.Fate: types.Fate,
     admin_pb2.MoverStatus: types.MoverStatus,
     admin_pb2.Alarm: types.Alarm,
+    admin_pb2.QueueEntry: types.QueueEntry,
+    admin_pb2.ReloadConfigResponse: types.Reloaded,
     admin_pb2.CopyReport: types.CopyReport,
     admin_pb2.ScrubStatus: types.ScrubStatus,
     admin_pb2.TierScrub: types.TierScrub,

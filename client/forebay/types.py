@@ -26,12 +26,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard."""
+    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard; `transient` as in CommitReceipt."""
 
     name: str
     size: int
     crc32c: int
     level: str
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class CommitReceipt:
 class Level:
     """How far a checkpoint is at "cache" or at a tier.
 
-    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by
-    retention) or "skipped".
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by retention), "skipped" (a
+    newer checkpoint goes in its place) or "excluded" (its run does not go there); `reason` says why.
     """
 
     level: str
@@ -112,7 +113,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks.
+    """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks. `kind` is "periodic", "final" or
+    "preemption"; `transient` as in CommitReceipt.
 
     `shards` is filled by Client.describe alone; lists leave it empty.
     """
@@ -129,6 +131,8 @@ class Checkpoint:
     pinned: bool
     metadata: Mapping[str, Any]
     reason: str
+    kind: str = "periodic"
+    transient: bool = False
     shards: tuple[Shard, ...] = field(default=(), repr=False)
 
     @property
@@ -168,7 +172,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class SaveSummary:
-    """What save_dir did: `level` was reached; `checkpoint_complete` as in CommitReceipt."""
+    """What save_dir did: `level` was reached; `checkpoint_complete` and `transient` as in CommitReceipt."""
 
     run: str
     step: int
@@ -179,6 +183,7 @@ class SaveSummary:
     level: str
     checkpoint_complete: bool
     elapsed_s: float
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +216,8 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier and its queue. `state` is "ok", "away", "full", "starting" or "held"."""
+    """One tier and its queue. `state` is "ok", "away", "full", "starting" or "held"; `skipped` counts the checkpoints that were
+    left out on it so far."""
 
     name: str
     kind: str
@@ -227,6 +233,7 @@ class TierStatus:
     live_nodes: int | None
     bandwidth_bytes_per_s: int | None
     retention: "RetentionStatus"
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,45 @@ class RetentionStatus:
     removed: int
     removed_bytes: int
     last: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A checkpoint that waits for a tier. `id` is what hold, release, retry and prioritise take.
+
+    `state` is "going", "waiting", "held", "deferred" (by its cadence) or "paused" (to be tried again, or waiting for others),
+    `why` says it in a clause; `prio` is its place among those that were prioritised, 0 for none.
+    """
+
+    id: str
+    run: str
+    step: int
+    tier: str
+    kind: str
+    state: str
+    why: str
+    parts: int
+    copies: int
+    bytes: int
+    held: bool
+    prio: int
+    next_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueList:
+    """What waits, tier by tier; `skipped` says how many checkpoints were left out on each tier so far."""
+
+    entries: tuple[QueueEntry, ...]
+    skipped: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Keys of the configuration that were applied, and keys that differ and take a restart."""
+
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class CheckpointWriter:
         self._state = _State.OPEN
         self._receipts: dict[str, Receipt] = {}
         self._metadata_json = ""
+        self._kind = ""
         self._pid = os.getpid()
 
     @property
@@ -155,17 +156,24 @@ class CheckpointWriter:
         return Pending(f"put {len(names)} shards", futures, receipts)
 
     def commit(
-        self, metadata: Mapping[str, Any] | None = None, wait: str = "cache", timeout: float | None = None
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        wait: str = "cache",
+        timeout: float | None = None,
+        *,
+        final: bool = False,
     ) -> CommitReceipt:
         """Close this part: from here on its shards are promised. May be repeated.
 
         Puts in the background are waited for first. `metadata` is a JSON object; writer 0's stands in the manifest. `wait` is
         "cache" (this part), a tier's name or "all": then the call returns once the whole checkpoint, all writers, is complete
-        there. `timeout` in seconds covers everything. Raises Incomplete, InvalidArgument, Unavailable, what a background put
-        raised, and DeadlineExceeded naming what is missing: a part that was committed stays so.
+        there. `timeout` in seconds covers everything. `final` says that this is the run's last save: it drains before periodic
+        ones and is never left out; one writer's word makes the whole checkpoint final. Raises Incomplete (also where the drain
+        left it out on that tier), InvalidArgument, Unavailable, what a background put raised, and DeadlineExceeded naming what
+        is missing: a part that was committed stays so.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
-        receipt = self.commit_json(None if metadata is None else metadata_json(metadata), deadline_s)
+        receipt = self.commit_json(None if metadata is None else metadata_json(metadata), deadline_s, final=final)
         if wait in ("", "cache"):
             return receipt
         remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -175,7 +183,7 @@ class CheckpointWriter:
             raise DeadlineExceeded(f"this part is committed in the cache; {error.message}", missing=error.missing) from error
         return dataclasses.replace(receipt, level=wait)
 
-    def commit_json(self, metadata_json: str | None, deadline_s: float | None) -> CommitReceipt:
+    def commit_json(self, metadata_json: str | None, deadline_s: float | None, *, final: bool = False) -> CommitReceipt:
         """commit() at "cache", of metadata as JSON (None: as before), until a time of the monotonic clock."""
         self._background.settle(deadline_s)
         self._background.check()
@@ -184,6 +192,7 @@ class CheckpointWriter:
                 raise InvalidArgument(f"commit: this part of {self.run}/{self.step} was aborted")
             if metadata_json is not None or self._state is _State.OPEN:
                 self._metadata_json = metadata_json or ""
+            self._kind = "final" if final else self._kind
             expected = list(self._receipts.values())
         response = self._commit_part(expected, deadline_s)
         self._connection.heard(response)
@@ -311,7 +320,9 @@ class CheckpointWriter:
             timeout_s = min(timeout_s, remaining_s)
             policy = RetryPolicy(min(policy.admit_timeout_s, remaining_s), min(policy.retry_timeout_s, remaining_s))
         shards = [pb.ExpectedShard(name=item.name, size=item.size, crc32c=item.crc32c) for item in expected]
-        requests = [pb.CommitPartRequest(part=self._part, metadata_json=self._metadata_json, shards=shards[:COMMIT_BATCH])]
+        first = pb.CommitPartRequest(part=self._part, metadata_json=self._metadata_json, kind=self._kind)
+        first.shards.extend(shards[:COMMIT_BATCH])
+        requests = [first]
         for begin in range(COMMIT_BATCH, len(shards), COMMIT_BATCH):
             requests.append(pb.CommitPartRequest(shards=shards[begin : begin + COMMIT_BATCH]))
         commit = self._connection.call

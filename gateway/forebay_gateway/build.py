@@ -7,7 +7,7 @@ import asyncio
 import logging
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,10 @@ from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.queue import Queue
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
+from forebay_gateway.paths.reload import Reloader
 from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath
@@ -99,8 +101,15 @@ SERVER_OPTIONS = [
 class Gateway:
     """A running gateway. `await Gateway.start(config)`, then `run()`, then `stop()`."""
 
-    def __init__(self, node: Node, source: str, catalog_failed: "asyncio.Future[BaseException]") -> None:
+    def __init__(
+        self,
+        node: Node,
+        source: str,
+        catalog_failed: "asyncio.Future[BaseException]",
+        read_again: Callable[[], Config] | None = None,
+    ) -> None:
         self.node = node
+        self._read_again = read_again
         self._source = source
         self._catalog_failed = catalog_failed
         self._crew = Crew()
@@ -114,13 +123,16 @@ class Gateway:
         self._stopped: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: Config, source: str, clock: Clock | None = None) -> "Gateway":
-        """Open, recover, serve. Raises StartupError with what to do; nothing stays open then."""
+    async def start(
+        cls, config: Config, source: str, clock: Clock | None = None, read_again: Callable[[], Config] | None = None
+    ) -> "Gateway":
+        """Open, recover, serve. Raises StartupError with what to do; nothing stays open then. `read_again` gives what the
+        configuration file says by then."""
         clock = clock or SystemClock()
         catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         while True:
             node = await open_node(config, source, clock, catalog_failed)
-            gateway = cls(node, source, catalog_failed)
+            gateway = cls(node, source, catalog_failed, read_again)
             try:
                 unchecked = await recover(node)
                 if node.rebuilt:
@@ -147,6 +159,7 @@ class Gateway:
         commits = CommitPath(node, writes)
         finder = Finder(node, commits.drop_open)
         retention = Retention(node, finder)
+        evictor.drop_cache_only = retention.drop_cache_only
         reads = ReadPath(node, finder, evictor)
         leases = Leases(node, writes, reads, evictor)
         self._fd_socket = FdSocket(leases, SOCKET_MODE)
@@ -157,6 +170,9 @@ class Gateway:
         fleets, expiries = self._wire_shared(finder, retention)
         for tier in node.tiers.values():
             drains[tier.name] = self._wire_tier(tier)
+        queue = Queue(node, drains)
+        retention.pinned = queue.pinned
+        self.reloader = Reloader(node, self._read_again, [drain.order.reload for drain in drains.values()])
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
         changing = [
@@ -185,7 +201,7 @@ class Gateway:
             self._crew.add(worker)
         self._crew.add(self._worker("check files", StartCheck(node, unchecked).step, 3600.0))
         self._crew.add("loop lag", self._lag.run)
-        admin = AdminService(node, watch, writes, drains, self._source, fleets, expiries)
+        admin = AdminService(node, watch, writes, queue, drains, self.reloader, self._source, fleets, expiries)
         self._metrics = _metrics(node, admin)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers(
@@ -357,7 +373,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
     setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
-    budget = budget_of(config, catalog, tiers, capacity, used)
+    budget = budget_of(config, catalog, tiers, capacity, used, clock)
     node = Node(
         id=config.node.id,
         config=config,

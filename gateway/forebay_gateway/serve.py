@@ -44,18 +44,20 @@ def main(config_path: str | None) -> int:
         config, source = read_config(config_path)
         setup_logging(config.log.level, config.log.format)
         keep_freed_memory()
-        return uvloop.run(_serve(config, source))
+        return uvloop.run(_serve(config, source, config_path))
     except (ForebayError, OSError) as error:  # of the start: what fails later is told by its worker
         print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
-async def _serve(config: Config, source: str) -> int:
+async def _serve(config: Config, source: str, config_path: str | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    gateway = await Gateway.start(config, source)
+    read_again = None if config_path is None else lambda: read_config(config_path)[0]
+    gateway = await Gateway.start(config, source, read_again=read_again)
+    loop.add_signal_handler(signal.SIGHUP, _reload, gateway)
     keep_loaded()
     log.info("serving node=%s version=%s listen=%s", config.node.id, __version__, ",".join(config.node.listen))
     running = asyncio.create_task(gateway.run())
@@ -72,3 +74,11 @@ async def _serve(config: Config, source: str) -> int:
         return 1
     await running
     return 0
+
+
+def _reload(gateway: Gateway) -> None:
+    """SIGHUP: as `forebay config reload`, with the log for an answer."""
+    try:
+        gateway.reloader.reload()
+    except ForebayError as error:
+        log.error("the configuration was not read again: %s", error)

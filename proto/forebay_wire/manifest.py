@@ -124,6 +124,7 @@ class PartRecord:
     shards: tuple[ShardEntry, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
     packs: tuple[PackEntry, ...] = ()
+    kind: str = ""  # "final" or "preemption"; "" for a periodic one, and in documents of releases that knew no kinds
 
     def files(self) -> Iterator[tuple[ShardEntry, PackIndex | None]]:
         """Every file there is of it: shards, then packs with their index."""
@@ -149,6 +150,7 @@ class PartRecord:
                 "writers": self.writers,
                 "node": self.node,
                 "metadata": self.metadata,
+                **({"kind": self.kind} if self.kind else {}),
                 **_files_to_json(self),
             }
         )
@@ -168,6 +170,7 @@ class PartRecord:
                 shards=tuple(_shard_from_json(shard) for shard in _list(body["shards"])),
                 metadata=_object(body["metadata"]),
                 packs=_packs_from_json(body),
+                kind=_text(body.get("kind", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"part record: {_clause(error)}") from error
@@ -241,6 +244,7 @@ class Manifest:
                     {
                         "writer": part.writer,
                         "node": part.node,
+                        **({"kind": part.kind} if part.kind else {}),
                         **_files_to_json(part),
                     }
                     for part in self.parts
@@ -267,6 +271,7 @@ class Manifest:
                     shards=tuple(_shard_from_json(shard) for shard in _list(part["shards"])),
                     metadata=metadata if index == 0 else {},
                     packs=_packs_from_json(part),
+                    kind=_text(part.get("kind", "")),
                 )
                 for index, part in enumerate(_list(body["parts"]))
             )

@@ -24,7 +24,7 @@ async def problems(catalog: Catalog) -> list[str]:
 
 async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
     """An open part, a committed one with copies in every place, a fetched and a bad shard, an adopted checkpoint, a deletion, a
-    pack in a session that is not whole."""
+    pack in a session that is not whole, one that stays in the cache."""
     session = await begin(catalog)
     keys = [ShardKey(session.id, catalog.new_id()) for _ in range(5)]
 
@@ -61,6 +61,8 @@ async def some_of_everything(catalog: Catalog) -> list[ShardKey]:
     pack = replace(pack, packed=len(index), packed_size=index.size)
     await catalog.write(lambda txn: txn.seal(pack, pack_chunk_crcs([crc32c(data)]), index))
     await catalog.write(lambda txn: txn.shard_event(keys[1], ShardEvent.MISMATCH))
+    local = await begin(catalog, step=8, writers=1)
+    await catalog.write(lambda txn: txn.commit_part(local.id, 0, "{}", (), only=()))
     return keys
 
 

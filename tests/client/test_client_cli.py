@@ -73,7 +73,7 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
     saved = json.loads(call("save", str(directory), *words))
     keys = {"run", "step", "session", "writer", "shards", "size", "level", "checkpoint_complete", "elapsed_s"}
-    assert set(saved) == keys
+    assert set(saved) == keys | {"transient"}
     assert (saved["shards"], saved["level"]) == (2, "pfs")
     assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
     assert "t/r" in call("ls")
@@ -106,7 +106,7 @@ def test_status(call, directory: Path) -> None:
     assert "tier pfs is held" in text and "at risk" in text
     assert "out in    pfs: held" in text  # and no rate, which would only be the memory of what went before
     assert "B/s" not in text
-    assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"]}
+    assert json.loads(call("queue", "release", "pfs", "--json")) == {"held": False, "tiers": ["pfs"], "ids": []}
     assert "pressure" in call("pressure") and json.loads(call("pressure", "--json"))["level"] == "ok"
     assert "[cache]" in call("config", "show", "--running")
 
@@ -178,7 +178,7 @@ def test_every_kind_has_a_code_from_the_contract() -> None:
 
 
 def test_usage_has_one_pair_of_brackets_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("ls", "info", "wait", "queue hold", "queue release"):
+    for command in ("ls", "info", "wait", "queue hold", "queue release", "queue retry", "queue prio"):
         assert run([*command.split(), "--help"]) == 0
         usage, _, rest = capsys.readouterr().out.partition("\n\n")
         assert "[[" not in usage and "]]" not in usage, usage

@@ -93,6 +93,7 @@ keep_for = "2d"
         ('[[policy]]\nrun = "a"\ntiers = []\n', ["policy.tiers", "transient = true"]),
         ('[[policy]]\nrun = "a"\ntiers = ["object"]\n', ["at least one tier that is required", '["pfs", "object"]']),
         ('[[policy]]\nrun = "a"\ntransient = true\nevery = 2\n', ["policy.every", "transient"]),
+        ('[[policy]]\nrun = "a"\ntransient = true\nquota = "1GiB"\n', ["policy.quota", "transient"]),
         ('[[policy]]\nrun = "a"\nclass = "urgent"\n', ["policy.class", '"periodic", "final"']),
         ('[[policy]]\nrun = "a"\n[[policy]]\nrun = "a"\n', ["two policies", '"a"']),
         ('[[retain]]\nrun = "a"\n', ["nothing would stay", "keep_last = 1"]),

@@ -475,3 +475,51 @@ def test_age_is_bounded_under_saturation(finals: int, size: int, max_age_s: int,
         tier.run_until(tier.now_s + 1)
     # Half of the tier's bytes are for what is too old, the oldest first; what was under way at a change is not called back.
     assert tier.ended_s[100] <= 1 + max_age_s + 2 * ((before + 1) * 100 + finals * size) + 300
+
+
+def test_what_came_to_the_tier_another_way_is_gone() -> None:
+    feed = Feed()
+    first, second = feed.save("r", 0.0), feed.save("r", 1.0)
+    feed.queue.gone(1)
+    feed.queue.gone(77)
+    assert feed.queue.orders(first) == []
+    assert feed.sent(2.0) == [second]
+
+
+def test_a_checkpoint_of_several_is_skipped_only_once_all_of_it_is_here() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=10.0))
+    several = feed.save("r", 0.0, parts=2, may_skip=False)
+    feed.save("r", 0.0)
+    feed.queue.whole_here(several)
+    found = feed.queue.decide(11.0)
+    assert isinstance(found, Skip)
+    assert (found.session_id, found.orders) == (several, (1, 2))
+
+
+def test_what_people_see_of_the_queue() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(every=2 if run == "cadence" else 1))
+    going = feed.save("r", 0.0, copies=3)
+    held, paused, final = feed.save("r", 1.0), feed.save("r", 2.0), feed.save("r", 3.0, kind=Kind.FINAL)
+    first = feed.save("r", 4.0, copies=2)
+    assert feed.queue.decide(5.0) == Next(4, final, "r", final, "final")
+    feed.queue.took(1, 1, MiB, 5.0)
+    feed.queue.hold([2])
+    feed.queue.pause(3, 60.0)
+    feed.queue.prioritise([5])
+    seen = [(entry.session_id, entry.state, entry.copies, entry.until_s) for entry in feed.queue.entries()]
+    assert seen == [
+        (first, "waiting", 2, 0.0),
+        (final, "waiting", 1, 0.0),
+        (going, "going", 3, 0.0),
+        (held, "held", 1, 0.0),
+        (paused, "paused", 1, 60.0),
+    ]
+    assert [feed.queue.rests(order) for order in range(1, 6)] == [False, True, False, False, False]
+    one, two = feed.save("cadence", 6.0), feed.save("cadence", 7.0, complete=False)
+    feed.queue.took(6, 1, MiB, 7.0)
+    feed.queue.decide(8.0)
+    state = {entry.session_id: entry.state for entry in feed.queue.entries()}
+    assert (state[one], feed.queue.rests(7)) == ("going", False)
+    feed.queue.hold()
+    assert feed.queue.rests(7)
+    assert state[two] in ("waiting", "deferred")

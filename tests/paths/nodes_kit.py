@@ -82,7 +82,7 @@ class Here:
         self.node.io.close()
         self.node.cache.release()
 
-    async def commit(self, run: str, step: int, session: str = "s", data: bytes | None = None) -> None:
+    async def commit(self, run: str, step: int, session: str = "s", data: bytes | None = None, kind: str = "") -> None:
         """Save one shard and commit it."""
         data = data or f"{run} {step} {session}".encode() * 100
         part = PartRef(run, step, session, 0, 1)
@@ -90,7 +90,7 @@ class Here:
         assert not isinstance(incoming, Existing)
         await incoming.chunk(0, crc32c(data), memoryview(data))
         await incoming.finish(len(data), crc32c(data))
-        await self.commits.commit(part, [Expected("a.bin", len(data), crc32c(data))], "")
+        await self.commits.commit(part, [Expected("a.bin", len(data), crc32c(data))], "", kind)
 
     async def drain(self, tier: str = "pfs") -> None:
         """Until nothing waits for the tier."""

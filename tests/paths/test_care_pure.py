@@ -31,7 +31,7 @@ from forebay_gateway.paths.care.rebuild import (
     rebuild_ended,
     set_aside,
 )
-from forebay_gateway.paths.safety import is_published
+from forebay_gateway.paths.safety import is_published, required_of
 from forebay_wire.manifest import PartRecord
 
 SIZE, CHUNK = 100_000, 1 << 16
@@ -190,7 +190,20 @@ def test_the_command_to_run_names_the_configuration() -> None:
         ({"a": PublishState.COMPLETE}, ("a", "b"), False),
         ({"a": PublishState.COMPLETE, "b": PublishState.PENDING}, ("a",), True),
         ({"a": PublishState.SUPERSEDED}, ("a",), True),
+        ({"a": PublishState.SKIPPED}, ("a",), False),  # nobody holds it: it leaves the cache as a whole or not at all
+        ({"a": PublishState.SKIPPED, "b": PublishState.COMPLETE}, ("a", "b"), True),
+        ({"a": PublishState.SKIPPED, "b": PublishState.PENDING}, ("a", "b"), False),
     ],
 )
 def test_when_the_tiers_hold_enough(publish: dict[str, PublishState], required: tuple[str, ...], safe: bool) -> None:
     assert is_published(SessionRow(1, "run", 1, "s", 1, publish=publish), required) is safe
+
+
+def test_only_the_tiers_that_its_policy_names_are_required_of_a_session() -> None:
+    session = SessionRow(1, "run", 1, "s", 1, publish={"a": PublishState.COMPLETE}, tiers=("a",))
+    assert required_of(session, ("a", "b")) == ("a",)
+    assert is_published(session, ("a", "b"))
+    transient = SessionRow(1, "run", 1, "s", 1, tiers=())
+    assert transient.is_transient
+    assert transient.is_cache_only
+    assert not is_published(transient, ("a", "b"))

@@ -162,9 +162,8 @@ async def test_a_periodic_drain_begins_at_this_node_s_offset(tmp_path: Path) -> 
         assert [key for key in node.stores["pfs"].objects if "a.bin" in key]
 
 
-async def test_a_final_one_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay_gateway.paths.fleet.is_final", lambda session: True)
+async def test_a_final_one_begins_at_once(tmp_path: Path) -> None:
     async with below(tmp_path, MemoryStore(), keys='stagger = "100s"\n') as node:
-        await node.commit("r", 1)
+        await node.commit("r", 1, kind="final")
         await node.drains["pfs"].step()
         assert [key for key in node.stores["pfs"].objects if "a.bin" in key]

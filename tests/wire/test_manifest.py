@@ -60,6 +60,13 @@ def test_a_part_record_reads_back_equal(data: st.DataObject, metadata: dict[str,
     assert PartRecord.from_json(record.to_json()) == record
 
 
+@pytest.mark.parametrize("kind", ["", "final", "preemption", "of a later release"])
+def test_a_part_record_keeps_its_kind_and_has_none_where_it_is_periodic(kind: str) -> None:
+    record = part(kind=kind)
+    assert PartRecord.from_json(record.to_json()) == record
+    assert ("kind" in json.loads(record.to_json())) is bool(kind)
+
+
 def test_a_manifest_reads_back_equal() -> None:
     manifest = whole()
     again = Manifest.from_json(manifest.to_json())

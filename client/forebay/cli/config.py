@@ -1,4 +1,4 @@
-"""`config check` and `config show`: read a gateway's configuration the way the gateway would.
+"""`config check`, `config show` and `config reload`: read a gateway's configuration the way the gateway would.
 
 Owns the commands only; keys and rules are the gateway's.
 """
@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Check and show a gateway's configuration.", no_args_is_help=True, rich_markup_mode=None)
     group.command("check")(check)
     group.command("show")(show)
+    group.command("reload")(reload)
     app.add_typer(group, name="config")
 
 
@@ -48,6 +49,22 @@ def show(file: _File = None, running: _Running = False, json: Json = False) -> i
         raise UsageError("config show: give a FILE or --running, not both")
     text = _of_the_running_gateway() if running else _rendered(load(file))
     print_json(tomllib.loads(text)) if json else print(text, end="")
+    return 0
+
+
+def reload(json: Json = False) -> int:
+    """Have the running gateway read its file again and apply what may change: policies, retention, tier.every, log.level.
+
+    What else differs takes a restart, and is named. An invalid file changes nothing; exit 2. JSON keys: changed, needs_restart.
+    """
+    with client() as gateway:
+        done = gateway.reload_config()
+    if json:
+        print_json(done)
+        return 0
+    say(f"changed: {', '.join(done.changed) or 'nothing'}")
+    if done.needs_restart:
+        say(f"takes a restart: {', '.join(done.needs_restart)}")
     return 0
 
 

@@ -41,16 +41,17 @@ def save(
     writers: Annotated[int, typer.Option("--writers", metavar="N", min=1, help="How many writers make the checkpoint.")] = 1,
     writer: Annotated[int, typer.Option("--writer", metavar="N", min=0, help="Which of them this is.")] = 0,
     session: _Session = None,
+    final: Annotated[bool, typer.Option("--final", help="The run's last save: drained first, and never left out.")] = False,
     json: Json = False,
 ) -> int:
     """Save a directory as a checkpoint, or as one writer's part of it.
 
-    JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s.
+    JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s, transient.
     """
     left = f"unless it was committed already, nothing of it stays; `forebay info {run} {step}` tells"
     with on_interrupt(left), client() as gateway:
         summary = gateway.save_dir(
-            directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout
+            directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout, final=final
         )
     print_json(summary) if json else _say_saved(summary)
     return 0
@@ -116,6 +117,8 @@ def _say_saved(done: SaveSummary) -> None:
     what = f"{count_text(done.shards, 'shard')}, {size_text(done.size)}"
     say(f"saved {done.run}/{done.step}: {what}, durable at {done.level}, {complete}")
     say(f"session {done.session}, writer {done.writer}, {_pace(done.size, done.elapsed_s)}")
+    if done.transient:
+        say("transient: by policy it stays in the cache, goes to no tier, and is the first to be dropped")
 
 
 def _say_restored(done: RestoreSummary, verb: str) -> None:

@@ -64,11 +64,16 @@ def _list_checkpoints(gateway: Client, run: str, json: bool) -> None:
             str(item.shard_count),
             size_text(item.size),
             " ".join(f"{level.level}:{level.state}" for level in item.levels),
-            "pinned" if item.pinned else "",
+            ", ".join(_marks(item)),
         )
         for item in found
     ]
     table(("STEP", "STATE", "SHARDS", "SIZE", "LEVELS", ""), rows, numeric=(0, 2, 3))
+
+
+def _marks(item: Checkpoint) -> list[str]:
+    kind = [item.kind] if item.kind != "periodic" else []
+    return kind + ["pinned"] * item.pinned + ["transient"] * item.transient
 
 
 def _list_shards(gateway: Client, run: str, step: int, json: bool) -> None:
@@ -88,8 +93,8 @@ def info(
 ) -> int:
     """Say all about a checkpoint, or about one of its shards.
 
-    JSON keys: run, step, session, writers, state, missing, levels, size, shard_count, pinned, metadata, reason, shards; of a
-    shard: name, size, crc32c, writer, state, copies.
+    JSON keys: run, step, session, writers, state, missing, levels, size, shard_count, pinned, metadata, reason, kind,
+    transient, shards; of a shard: name, size, crc32c, writer, state, copies.
     """
     with client() as gateway:
         found = gateway.describe(run, step)
@@ -105,9 +110,9 @@ def info(
 
 def _say_checkpoint(found: Checkpoint) -> None:
     say_state(f"{found.run}/{found.step}: ", found.state, f" ({found.reason})" if found.reason else "")
-    pinned = ", pinned" if found.pinned else ""
+    marks = "".join(f", {mark}" for mark in _marks(found))
     counts = f"{count_text(found.writers, 'writer')}, {count_text(found.shard_count, 'shard')}"
-    say(f"session {found.session}, {counts}, {size_text(found.size)}{pinned}")
+    say(f"session {found.session}, {counts}, {size_text(found.size)}{marks}")
     for level in found.levels:
         say_state(f"  {level.level:<12} ", level.state, _level_rest(level))
     for missing in found.missing:
@@ -168,7 +173,7 @@ def _say_status(found: Status) -> None:
                 "-" if tier.oldest_pending_s is None else duration_text(tier.oldest_pending_s),
                 _pace(tier),
                 "-" if tier.live_nodes is None else str(tier.live_nodes),
-                tier.reason,
+                "; ".join(filter(None, (tier.reason, f"{tier.skipped} left out so far" if tier.skipped else ""))),
             )
             for tier in found.tiers
         ]

@@ -111,6 +111,11 @@ class Budget:
         return (self._used + self._reserved) / self.capacity
 
     @property
+    def dirty(self) -> int:
+        """Bytes that some required tier lacks and is to get."""
+        return self._dirty()
+
+    @property
     def too_old(self) -> bool:
         """Whether something waits for longer than `max_dirty_age`."""
         return 0 < self.max_dirty_age_s <= self.dirty_age_s

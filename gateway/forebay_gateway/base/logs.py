@@ -69,6 +69,12 @@ def setup_logging(level: str, form: str, stream: TextIO | None = None) -> None:
     for old in root.handlers[:]:  # also of an earlier call: a record must not appear twice
         root.removeHandler(old)
     root.addHandler(handler)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Show records of at least this level from now on."""
+    root = logging.getLogger()
     root.setLevel(level.upper())
     # At their own info level these say something for each request.
     for noisy in ("botocore", "aiobotocore", "urllib3", "aiohttp", "asyncio"):

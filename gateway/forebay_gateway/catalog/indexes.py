@@ -150,6 +150,8 @@ def _session(txn: ReadTxn, key: bytes, value: bytes) -> str:
             return f"what is to be published on {tier} and the row disagree"
         if held is not None and txn._get(txn._db.publish, schema.publish_key(number, schema.number_of(held), row.id)) is None:
             return f"it is missing in the list of what is to be published on {tier}"
+    if (txn._get(txn._db.cache_only, key) is not None) != row.is_cache_only:
+        return "the list of what stays in the cache and the row disagree"
     sums, progress = txn.recount_session(row.id)
     if txn.session_sums(row.id) != sums:
         return "its sums are not what its parts and shards come to"
@@ -317,6 +319,11 @@ def _unsettled(txn: ReadTxn, key: bytes, _: bytes) -> str:
     return "" if row is not None and row.state in UNSETTLED else "it is settled, by its row"
 
 
+def _cache_only(txn: ReadTxn, key: bytes, _: bytes) -> str:
+    row = txn.session(schema.number_of(key))
+    return "" if row is not None and row.is_cache_only else "it is to be on a tier, by its row"
+
+
 def _session_sums(txn: ReadTxn, key: bytes, _: bytes) -> str:
     return "" if txn._get(txn._db.sessions, key) is not None else "sums without their session"
 
@@ -385,6 +392,7 @@ _CHECKS: dict[str, _Check] = {
     "names": _name,
     "packs": _pack,
     "unsettled": _unsettled,
+    "cache_only": _cache_only,
     "session_sums": _session_sums,
     "session_progress": _session_progress,
     "complete": _completeness,

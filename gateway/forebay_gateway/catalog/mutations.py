@@ -24,6 +24,7 @@ from forebay_gateway.core.records import (
     Totals,
     UploadRow,
 )
+from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState, next_copy_state, next_shard_state
 from forebay_wire.manifest import Manifest, PartRecord, ShardEntry
 from forebay_wire.packs import PackIndex
@@ -107,12 +108,21 @@ class WriteTxn(RowKeeper):
         return self._commits.take()
 
     def commit_part(
-        self, session_id: int, writer: int, metadata_json: str, tiers: Sequence[str], commit_seq: int | None = None
+        self,
+        session_id: int,
+        writer: int,
+        metadata_json: str,
+        tiers: Sequence[str],
+        commit_seq: int | None = None,
+        *,
+        kind: Kind = Kind.PERIODIC,
+        only: tuple[str, ...] | None = None,
     ) -> SessionRow:
         """Commit the part: each of its shards gets a PENDING copy on each of `tiers`, and the session is to be published there.
 
-        `commit_seq` is given by a part file, or by next_commit_seq(); None takes the next. A part that is committed stays as it
-        is. A tier on which the session is published already keeps its state. Raises NotFound.
+        `only` is what a policy restricts the session to, of which its first commit decides. `commit_seq` is given by a part
+        file, or by next_commit_seq(); None takes the next. A part that is committed stays as it is. A tier on which the session
+        is published already keeps its state. Raises NotFound.
         """
         session, part = self._session(session_id), self._part(session_id, writer)
         if part.state is PartState.COMMITTED:
@@ -128,6 +138,7 @@ class WriteTxn(RowKeeper):
                 state=PartState.COMMITTED,
                 metadata_json=metadata_json,
                 commit_seq=order,
+                kind=kind,
                 shard_count=len(shards),
                 size=sum(shard.size for shard in shards),
                 packs=len(packs),
@@ -139,7 +150,13 @@ class WriteTxn(RowKeeper):
         for tier in tiers:
             self._queue_copies(shards, self._tiers.number(tier), order)
         publish = dict.fromkeys(tiers, PublishState.PENDING) | session.publish
-        row = replace(session, commit_seq=max(session.commit_seq, order), publish=publish)
+        row = replace(
+            session,
+            commit_seq=max(session.commit_seq, order),
+            publish=publish,
+            kind=min(session.kind, kind),
+            tiers=session.tiers if session.commit_seq else only,
+        )
         self._put_session(row)
         return row
 
@@ -181,6 +198,25 @@ class WriteTxn(RowKeeper):
         self._put_session(row)
         return row
 
+    def set_kind(self, session_id: int, kind: Kind) -> SessionRow:
+        """The session is of this class now, where it was of a less urgent one. Raises NotFound."""
+        session = self._session(session_id)
+        row = replace(session, kind=min(session.kind, kind))
+        self._put_session(row)
+        return row
+
+    def skip(self, session_id: int, tier: str, reason: str) -> None:
+        """It is not to be published on the tier. Its copies there are left to copy_event(SKIP). Raises NotFound."""
+        session = self._session(session_id)
+        publish = {**session.publish, tier: PublishState.SKIPPED}
+        self._put_session(replace(session, publish=publish, skipped={**session.skipped, tier: reason}))
+
+    def unskip(self, session_id: int, tier: str) -> None:
+        """It is to be published there after all. Raises NotFound."""
+        session = self._session(session_id)
+        skipped = {name: why for name, why in session.skipped.items() if name != tier}
+        self._put_session(replace(session, publish={**session.publish, tier: PublishState.PENDING}, skipped=skipped))
+
     def note_parts(self, session_id: int, parts: dict[int, str]) -> None:
         """Add parts (writer: node) that are durable elsewhere."""
         session = self._session(session_id)
@@ -214,6 +250,18 @@ class WriteTxn(RowKeeper):
     def set_pinned(self, run: str, step: int, pinned: bool) -> CheckpointRow:
         """Keep the checkpoint, or no longer. Raises NotFound."""
         row = replace(self._checkpoint(run, step), pinned=pinned)
+        self._put_checkpoint(row)
+        return row
+
+    def set_held(self, run: str, step: int, held: bool) -> CheckpointRow:
+        """Whether an operator keeps the checkpoint from going to tiers. Raises NotFound."""
+        row = replace(self._checkpoint(run, step), held=held)
+        self._put_checkpoint(row)
+        return row
+
+    def set_turn(self, run: str, step: int) -> CheckpointRow:
+        """It goes to the tiers first, behind those that were given a turn before. Raises NotFound."""
+        row = replace(self._checkpoint(run, step), turn=self._take_order(None))
         self._put_checkpoint(row)
         return row
 

@@ -77,9 +77,11 @@ class ReadTxn:
         data = self._get(self._db.checkpoints, schema.checkpoint_key(run, step))
         return None if data is None else schema.CHECKPOINT.decode(data)
 
-    def checkpoints(self, run: str) -> Iterator[CheckpointRow]:
-        """The run's checkpoints, by step."""
-        for _, value in self._scan(self._db.checkpoints, schema.run_key(run)):
+    def checkpoints(self, run: str, first_step: int = 0) -> Iterator[CheckpointRow]:
+        """The run's checkpoints, by step, from `first_step` on."""
+        if first_step >= 1 << 64:
+            return
+        for _, value in self._scan(self._db.checkpoints, schema.run_key(run), schema.checkpoint_key(run, first_step)):
             yield schema.CHECKPOINT.decode(value)
 
     def deleting(self) -> list[CheckpointRow]:
@@ -130,6 +132,10 @@ class ReadTxn:
         for key, _ in self._scan(self._db.incomplete):
             data = self._get(self._db.checkpoints, key)
             yield schema.CHECKPOINT.decode(self._there(data, "incomplete", key))
+
+    def cache_only(self) -> list[int]:
+        """Ids of sessions that no tier has or is to get, by policy; oldest first."""
+        return [schema.number_of(key) for key, _ in self._scan(self._db.cache_only)]
 
     def session_sums(self, session_id: int) -> SessionSums:
         """The session's running sums; all zero where there is no such session. A look-up."""
@@ -330,6 +336,21 @@ class ReadTxn:
         for key, _ in self._scan(self._db.pending, schema.tier_prefix(number), start):
             if key != start:
                 yield PendingCopy(*schema.pending_of_key(key))
+
+    def pending_parts(self, tier: str, after: int = 0) -> Iterator[PendingCopy]:
+        """The first entry of each part in the queue, by the order of commits from behind `after`; a look-up for each."""
+        number = self._tiers.number(tier)
+        prefix = schema.tier_prefix(number)
+        with self._txn.cursor(self._db.pending) as cursor:
+            order = after
+            while cursor.set_range(schema.pending_key(number, order + 1, ShardKey(0, 0))):
+                if self._ended:
+                    raise RuntimeError(self._ended)
+                if not (key := cursor.key()).startswith(prefix):
+                    return
+                entry = PendingCopy(*schema.pending_of_key(key))
+                order = entry.order
+                yield entry
 
     def part_progress(self, session_id: int, writer: int, tier: str) -> tuple[int, int, int, int]:
         """(verified shards, shards, verified bytes, bytes) of a part's copies on the tier; SKIPPED ones count nowhere."""

@@ -133,6 +133,10 @@ class RowKeeper(ReadTxn):
     def _put_session(self, row: SessionRow) -> None:
         self._changed.add((row.run, row.step))
         self._put(self._db.sessions, schema.u64(row.id), schema.SESSION.encode(row))
+        if row.is_cache_only:
+            self._put(self._db.cache_only, schema.u64(row.id), b"")
+        else:
+            self._delete(self._db.cache_only, schema.u64(row.id))
         for tier, state in row.publish.items():
             self._index_publish(row, self._tiers.number(tier), state is PublishState.PENDING)
 
@@ -274,6 +278,7 @@ class RowKeeper(ReadTxn):
         for _, tier in self._tiers.items():
             self._index_publish(session, tier, False)
         self._delete(self._db.sessions, schema.u64(session.id))
+        self._delete(self._db.cache_only, schema.u64(session.id))
         self._delete(self._db.session_names, schema.session_name_key(session.run, session.step, session.session))
         checkpoint = self._checkpoint(session.run, session.step)
         left = tuple(each for each in checkpoint.session_ids if each != session.id)

@@ -75,6 +75,7 @@ class Databases:
     session_progress: Database  # session:u64 tier:u16 -> the sum of its parts' `progress`: 4 u64
     complete: Database  # run16 step:u64 -> empty; index of checkpoints with a whole session (core/policy.is_whole)
     incomplete: Database  # run16 step:u64 -> empty; index of those without one, and with one that is unfinished
+    cache_only: Database  # session:u64 -> empty; index of sessions that are on no tier, and on the way to none, by policy
     unsettled: Database  # session:u64 shard:u64 -> empty; index of shards that are EVICTING or QUARANTINED
     uploads: Database  # session:u64 shard:u64 tier:u16 -> UploadRow
 

@@ -286,7 +286,7 @@ def _policies(reader: _Reader, tiers: tuple[TierConfig, ...]) -> tuple[PolicyCon
             required = [tier.name for tier in tiers if tier.required]
             rule = "a list with at least one tier that is required; else set transient = true, for the cache alone"
             raise reader.bad(f"policy.tiers {where}", list(policy.tiers), rule, json.dumps([required[0], *policy.tiers]))
-        for key in ("tiers", "every", "skip", "class_"):
+        for key in ("tiers", "every", "skip", "class_", "quota"):
             if policy.transient and key in values:
                 raise reader.fail(
                     f"policy.{_key_name(key)} {where} has no meaning beside transient = true; remove one of the two"
@@ -385,7 +385,7 @@ def _lines(section: str, struct: msgspec.Struct) -> Iterator[str]:
 
 def _policy_lines(policy: PolicyConfig) -> Iterator[str]:
     for line in _lines("policy", policy):
-        if not policy.transient or line.startswith(("run ", "quota ", "transient ")):  # others have no meaning there
+        if not policy.transient or line.startswith(("run ", "transient ")):  # others have no meaning there
             yield line
 
 

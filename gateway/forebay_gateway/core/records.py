@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.core.states import CopyState, ShardState
 from forebay_wire.packs import PackedShard
 
@@ -32,6 +33,7 @@ class PublishState(StrEnum):
     COMPLETE = "complete"  # manifest.json on the tier names this session
     SUPERSEDED = "superseded"  # manifest.json names a newer session of the same step
     REMOVED = "removed"  # it was complete there, and retention has taken it away
+    SKIPPED = "skipped"  # by policy it does not go there: a newer checkpoint of its run does
 
 
 class PartState(StrEnum):
@@ -56,6 +58,8 @@ class CheckpointRow(Row, frozen=True, array_like=True, gc=False):
     session_ids: tuple[int, ...] = ()
     pinned: bool = False
     deleting: bool = False
+    held: bool = False  # an operator said that it does not go to any tier yet
+    turn: int = 0  # above 0: an operator said that it goes first; lower before higher
 
 
 class SessionRow(Row, frozen=True, array_like=True, gc=False):
@@ -72,6 +76,24 @@ class SessionRow(Row, frozen=True, array_like=True, gc=False):
     known_parts: dict[int, str] = {}  # writer: node, for parts durable elsewhere, as seen on a tier
     predecessors: tuple[str, ...] = ()  # sessions whose manifest stood on a tier when this one began
     reason: str = ""  # why it cannot complete, where that is known
+    kind: Kind = Kind.PERIODIC  # the most urgent of its parts
+    tiers: tuple[str, ...] | None = None  # those that its policy named at its first commit; None: all, empty: it is transient
+    skipped: dict[str, str] = {}  # tier: why it is SKIPPED there
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it stays in the cache by policy, and is the first to leave it."""
+        return self.tiers == ()
+
+    @property
+    def is_cache_only(self) -> bool:
+        """Whether no tier has it or is to get it, by policy."""
+        skipped = bool(self.publish) and all(state is PublishState.SKIPPED for state in self.publish.values())
+        return self.is_transient or skipped
+
+    def goes_to(self, tier: str) -> bool:
+        """Whether its policy has it go there."""
+        return self.tiers is None or tier in self.tiers
 
     @property
     def is_superseded(self) -> bool:
@@ -94,6 +116,7 @@ class PartRow(Row, frozen=True, array_like=True, gc=False):
     packs_size: int = 0
     packed: int = 0  # shards that lie in packs, and their bytes
     packed_size: int = 0
+    kind: Kind = Kind.PERIODIC  # as its commit named it
 
     @property
     def visible_count(self) -> int:

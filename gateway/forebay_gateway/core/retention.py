@@ -17,7 +17,6 @@ import msgspec
 from forebay_gateway.core.config_sections import RetainConfig
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.core.policy import fits
-from forebay_gateway.core.records import SessionRow
 from forebay_wire.manifest import Manifest
 
 RETAIN_DIR = "retain"
@@ -110,13 +109,8 @@ def parse_pin_key(key: str) -> int | None:
 
 
 def manifest_is_final(manifest: Manifest) -> bool:
-    """Whether a complete checkpoint is of the class `final`."""
-    return False
-
-
-def is_final(session: SessionRow) -> bool:
-    """Whether a session is of the class `final`."""
-    return False
+    """Whether a complete checkpoint is of the class `final`: one part makes it that."""
+    return any(part.kind == "final" for part in manifest.parts)
 
 
 def rule_of(run: str, tier: str, rules: Sequence[RetainConfig]) -> RetainConfig | None:

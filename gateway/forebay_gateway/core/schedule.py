@@ -44,6 +44,7 @@ from math import inf
 
 from forebay_gateway.core.schedule_rows import (
     Checkpoint,
+    Entry,
     Idle,
     Kind,
     Lane,
@@ -56,7 +57,7 @@ from forebay_gateway.core.schedule_rows import (
     Waiting,
 )
 
-__all__ = ["Idle", "Kind", "Next", "Part", "Rules", "RunRules", "Scheduler", "Skip"]
+__all__ = ["Entry", "Idle", "Kind", "Next", "Part", "Rules", "RunRules", "Scheduler", "Skip"]
 
 RUNS_REMEMBERED_MAX = 4096
 TIMERS_AT_ONCE = 64  # so that many pauses that end together do not make one decision long
@@ -141,6 +142,18 @@ class Scheduler:
         run.complete.pop(checkpoint.order, None)
         run.newest_complete = max(run.complete, default=0)
 
+    def whole_here(self, session_id: int) -> None:
+        """All parts of the checkpoint are on this node, so this node decides on it."""
+        checkpoint = self._checkpoints.get(session_id)
+        if checkpoint is not None and not checkpoint.may_skip:
+            checkpoint.may_skip = True
+            self._may_skip(checkpoint)
+
+    def gone(self, order: int) -> None:
+        """Nothing of the part is pending any more: it came to the tier another way."""
+        if (waiting := self._parts.get(order)) is not None:
+            self._drop(waiting)
+
     def took(self, order: int, copies: int, size: int, now_s: float) -> None:
         """A batch of the part was handed out: `copies` shards of `size` bytes together."""
         waiting = self._parts.get(order)
@@ -187,6 +200,26 @@ class Scheduler:
         if waiting is not None:
             waiting.paused_until_s = 0.0
             self._list_part(waiting)
+
+    # -- what others see ---------------------------------------------------------------------------------------------------
+
+    def orders(self, session_id: int) -> list[int]:
+        """The checkpoint's parts that are here."""
+        checkpoint = self._checkpoints.get(session_id)
+        return [] if checkpoint is None else sorted(checkpoint.parts)
+
+    def rests(self, order: int) -> bool:
+        """Whether the part stays here by a rule or an operator's word: no sign that the drain stands."""
+        waiting = self._parts.get(order)
+        return waiting is not None and (self._held or waiting.held or waiting.checkpoint.deferred_until_s > 0)
+
+    def entries(self) -> list[Entry]:
+        """What is here, by checkpoint, as the rules would have it go by class and commit. Looks at everything: for people."""
+        found = []
+        for checkpoint in self._checkpoints.values():
+            parts = [self._parts[order] for order in checkpoint.parts]
+            found.append(Entry.of(checkpoint, parts))
+        return sorted(found, key=lambda entry: (entry.turn or inf, entry.kind, entry.order))
 
     # -- what an operator says -----------------------------------------------------------------------------------------
 

@@ -16,6 +16,11 @@ class Kind(IntEnum):
     PERIODIC = 2
 
 
+def kind_named(name: str, default: Kind = Kind.PERIODIC) -> Kind:
+    """By its name in small letters; `default` for a name that is none."""
+    return next((kind for kind in Kind if kind.name.lower() == name), default)
+
+
 REMEMBERED_MAX = 64  # checkpoints of a run that have gone
 AGE_LIMITS_S = {Kind.PREEMPTION: 30.0, Kind.FINAL: 120.0, Kind.PERIODIC: 900.0}
 
@@ -235,3 +240,46 @@ class Waiting:
     def waits_for(self, until_s: float) -> bool:
         """Whether it is paused until just then."""
         return self.paused_until_s == until_s and self.part.order in self.checkpoint.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint in the queue of a tier, for people."""
+
+    session_id: int
+    run: str
+    step: int
+    order: int
+    kind: Kind
+    parts: int
+    copies: int  # not yet proved
+    state: str  # "going", "held", "deferred" (cadence), "paused" (its last try failed, or it waits for others), "waiting"
+    until_s: float  # of "deferred" and "paused"
+    turn: int  # above 0: prioritised
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, parts: list[Waiting]) -> "Entry":
+        """As it stands."""
+        until_s = 0.0
+        if any(part.out for part in parts):
+            state = "going"
+        elif any(part.held for part in parts):
+            state = "held"
+        elif checkpoint.deferred_until_s:
+            state, until_s = "deferred", checkpoint.deferred_until_s
+        elif all(part.paused_until_s for part in parts):
+            state, until_s = "paused", min(part.paused_until_s for part in parts)
+        else:
+            state = "waiting"
+        return cls(
+            checkpoint.session_id,
+            checkpoint.run.name,
+            checkpoint.step,
+            checkpoint.order,
+            checkpoint.kind,
+            len(parts),
+            sum(part.left + part.out for part in parts),
+            state,
+            until_s,
+            min((part.turn for part in parts if part.turn), default=0),
+        )

@@ -8,12 +8,13 @@
 Owns these acts' order. Does not own the arithmetic (admission/), nor what is written then.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from forebay_gateway.admission.budget import Budget, Reservation, disk_full_reason
 from forebay_gateway.admission.curve import CHUNK_SLEEP_S_MAX, GRANT_SLEEP_S_MAX, Throttle
 from forebay_gateway.admission.quota import Quotas
 from forebay_gateway.admission.waiting import WaitingRoom
+from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
 from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, StartupError
@@ -21,10 +22,12 @@ from forebay_gateway.core.policy import policy_of
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.safety import expendable_bytes
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 DISK_FULL_RETRY_S = 5.0
 DISK_FAILS_RETRY_S = 5.0
+EXPENDABLE_AGAIN_S = 1.0
 CAPACITY_SHARE = 0.8  # of the disk, where none is configured
 
 
@@ -114,15 +117,29 @@ def capacity_of(configured: int | None, disk_bytes: int) -> int:
     return configured
 
 
-def budget_of(config: Config, catalog: Catalog, tiers: Mapping[str, MonitoredTier], capacity: int, used: int) -> Budget:
+class Dirty:
+    """Bytes in the cache that wait for a required tier: as the catalog counts them, less what no tier is to hold and may go at
+    any time. That is looked up at most once a second."""
+
+    def __init__(self, catalog: Catalog, clock: Clock, required: Collection[str]) -> None:
+        self._catalog, self._clock, self._required = catalog, clock, required
+        self._expendable, self._looked_s = 0, float("-inf")
+
+    def __call__(self) -> int:
+        now_s = self._clock.monotonic()
+        with self._catalog.read() as txn:
+            if now_s - self._looked_s >= EXPENDABLE_AGAIN_S:
+                self._expendable, self._looked_s = expendable_bytes(txn, self._required), now_s
+            return max(0, txn.totals().dirty - self._expendable)
+
+
+def budget_of(
+    config: Config, catalog: Catalog, tiers: Mapping[str, MonitoredTier], capacity: int, used: int, clock: Clock
+) -> Budget:
     """The cache's bytes, with what the catalog and the tiers say of them."""
 
     def drain_rate() -> float:
         return min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0)
-
-    def dirty() -> int:
-        with catalog.read() as txn:
-            return txn.totals().dirty
 
     return Budget(
         capacity,
@@ -132,7 +149,7 @@ def budget_of(config: Config, catalog: Catalog, tiers: Mapping[str, MonitoredTie
         reopen=config.cache.reopen,
         used=used,
         drain_rate=drain_rate,
-        dirty=dirty,
+        dirty=Dirty(catalog, clock, [tier.name for tier in config.tiers if tier.required]),
         quotas=Quotas(lambda run: policy_of(run, config.policies).quota if config.policies else None),
         max_dirty_age_s=config.cache.max_dirty_age,
     )

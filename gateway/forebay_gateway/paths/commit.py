@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,6 +19,7 @@ from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete, InvalidArgument, MissingPart, NotFound
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
+from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards, inside, let_go, page_of
@@ -49,6 +50,7 @@ class Committed:
 
     session_id: int
     complete_at_cache: bool
+    transient: bool = False
 
 
 class CommitPath:
@@ -60,15 +62,21 @@ class CommitPath:
         self._joiner = Joiner(node, writes, joined_from)
         self._turns: dict[tuple[int, int], tuple[asyncio.Lock, int]] = {}  # and how many hold or want it
 
-    async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str) -> Committed:
-        """Promise the part, or raise Incomplete / InvalidArgument / AlreadyExists and change nothing."""
+    async def commit(self, part: PartRef, expected: Sequence[Expected], metadata_json: str, kind: str = "") -> Committed:
+        """Promise the part, or raise Incomplete / InvalidArgument / AlreadyExists and change nothing.
+
+        `kind` is "periodic", "final" or "preemption"; "" takes what the run's policy says. One part makes the checkpoint that.
+        """
+        chosen = check_kind(kind or self._node.policy(part.run).class_)
         metadata_json = check_metadata(metadata_json)
         with self._node.disk_refusals_shown():
             session_id = await self._writes.open_part(part)
             # A client that goes away after this point may find its part committed; it asks again and gets the same answer.
-            return await uncut(self._commit(part, session_id, expected, metadata_json))
+            return await uncut(self._commit(part, session_id, expected, metadata_json, chosen))
 
-    async def _commit(self, part: PartRef, session_id: int, expected: Sequence[Expected], metadata_json: str) -> Committed:
+    async def _commit(
+        self, part: PartRef, session_id: int, expected: Sequence[Expected], metadata_json: str, kind: Kind
+    ) -> Committed:
         async with self._turn(session_id, part.writer):
             with self._node.catalog.read() as txn:
                 row = txn.part(session_id, part.writer)
@@ -86,17 +94,21 @@ class CommitPath:
                         session=part.session,
                         writer=part.writer,
                     )
+                if kind < row.kind:  # said again, and now that it is more urgent
+                    await self._node.catalog.write(lambda txn: txn.set_kind(session_id, kind))
             else:
                 await self._node.aside(size, lambda: compare(part, expected, there))
                 if await self._joiner.join(session_id, part):
                     landed = await all_shards(self._node, session_id, part.writer)
-                await self._make_durable(part, session_id, landed, metadata_json)
+                await self._make_durable(part, session_id, landed, metadata_json, kind)
             await let_go(there, landed)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell(session_id)
         with self._node.catalog.read() as txn:
             session = txn.session(session_id)
-            return Committed(session_id, session is not None and complete_at_cache(txn, session))
+            if session is None:
+                return Committed(session_id, False)
+            return Committed(session_id, complete_at_cache(txn, session), session.is_transient)
 
     @contextlib.asynccontextmanager
     async def _turn(self, session_id: int, writer: int) -> AsyncIterator[None]:
@@ -114,8 +126,10 @@ class CommitPath:
             else:
                 del self._turns[key]
 
-    async def _make_durable(self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str) -> None:
-        document = await part_document(self._node, part, landed, metadata_json)
+    async def _make_durable(
+        self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str, kind: Kind
+    ) -> None:
+        document = await part_document(self._node, part, landed, metadata_json, kind)
         commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
         shard_ids = [row.shard_id for row in landed]
         failpoints.hit("commit.before_part_file")
@@ -123,7 +137,8 @@ class CommitPath:
         def act(txn: WriteTxn) -> None:
             if txn.shard_ids(session_id, part.writer) != shard_ids:
                 raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
-            txn.commit_part(session_id, part.writer, metadata_json, self._node.tier_names, commit_seq)
+            only, tiers = where_to(self._node, txn, session_id)
+            txn.commit_part(session_id, part.writer, metadata_json, tiers, commit_seq, kind=kind, only=only)
 
         try:
             await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
@@ -190,6 +205,22 @@ class CommitPath:
                     continue  # committed or aborted meanwhile
                 log.info("dropped a silent, uncommitted part session_id=%s writer=%s shards=%s", session_id, writer, count)
         return min(60.0, max(0.5, limit_s / 4))
+
+
+def check_kind(name: str) -> Kind:
+    """The class that a commit names. Raises InvalidArgument."""
+    for kind in Kind:
+        if kind.name.lower() == name:
+            return kind
+    raise InvalidArgument(f"a checkpoint is periodic, final or preemption, not {name!r}")
+
+
+def where_to(node: Node, txn: ReadTxn, session_id: int) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """What a policy restricts the session to, and the tiers that it goes to. Raises NotFound."""
+    if (session := txn.session(session_id)) is None:
+        raise NotFound("the session was dropped meanwhile", session_id=session_id)
+    only = node.restriction_of(session)
+    return only, tuple(name for name in node.tier_names if only is None or name in only)
 
 
 def check_metadata(metadata_json: str) -> str:
@@ -269,13 +300,17 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[NamedS
             )
 
 
-async def part_document(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> bytes:
+async def part_document(
+    node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str, kind: Kind = Kind.PERIODIC
+) -> bytes:
     """The document of one writer's part, made from the catalog without holding up the event loop. Raises NotFound."""
-    record = await whole_record(node, part, rows, metadata_json)
+    record = await whole_record(node, part, rows, metadata_json, kind)
     return await node.aside(document_bytes(rows), record.to_json)
 
 
-async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str) -> PartRecord:
+async def whole_record(
+    node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str, kind: Kind = Kind.PERIODIC
+) -> PartRecord:
     """Its content. Raises NotFound where a shard went meanwhile."""
     tables: dict[ShardKey, tuple[bytes, PackIndex | None]] = {}
     left, ended = iter(rows), False
@@ -286,7 +321,7 @@ async def whole_record(node: Node, part: PartRef, rows: Sequence[ShardRow], meta
         await asyncio.sleep(0)
     record = await node.aside(document_bytes(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
     await let_go(tables)
-    return record
+    return record if kind is Kind.PERIODIC else replace(record, kind=kind.name.lower())
 
 
 def document_bytes(rows: Sequence[ShardRow]) -> int:

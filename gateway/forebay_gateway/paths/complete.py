@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 from forebay_gateway.base import failpoints
@@ -20,13 +19,13 @@ from forebay_gateway.base.recent import Recent
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, run_key
-from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow, ShardKey
-from forebay_gateway.core.states import CopyEvent, CopyState, ShardState
+from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow
+from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.commit import whole_record
 from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import SHARD_BYTES, Node
-from forebay_gateway.paths.pages import all_shards, pages
-from forebay_gateway.paths.safety import is_published, let_go
+from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
@@ -40,7 +39,6 @@ WATCH_S_MIN, WATCH_S_MAX = 0.2, 5.0
 LOOK_AT_ALL_S = 5.0
 REST_FACTOR = 20  # a look at all sessions takes at most this part of one core, however many there are
 SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
-SHARDS_A_TRANSACTION = 2000
 READS_AT_ONCE = 16
 ANNOUNCE_S_MIN = 0.1
 RUNS_REMEMBERED_MAX = 10_000
@@ -171,7 +169,7 @@ class Completion:
     async def _local_record(self, session: SessionRow, part: PartRow) -> PartRecord:
         ref = PartRef(session.run, session.step, session.session, part.writer, session.writers)
         rows = await all_shards(self._node, session.id, part.writer)
-        return await whole_record(self._node, ref, rows, part.metadata_json)
+        return await whole_record(self._node, ref, rows, part.metadata_json, part.kind)
 
     async def _record_part(self, session: SessionRow, part: PartRow) -> None:
         """Say on the tier that this writer's shards are verified there. Repeating it writes the same bytes."""
@@ -379,7 +377,7 @@ class Completion:
             for listener in self._node.on_complete:
                 listener(self._tier.name, session.run, session.step)
         await mark_evictable(self._node, session.id)
-        self._node.changes.tell()
+        self._node.changes.tell(session.id)
 
     async def _cannot(self, session: SessionRow, reason: str) -> None:
         self._look_later(session.id)
@@ -395,26 +393,6 @@ class Completion:
             await self._tier.tier.delete(announce_key(session.run, session.step, session.session, writer))
 
 
-async def mark_evictable(node: Node, session_id: int) -> None:
-    """Let go of the session's shards once every required tier holds the complete checkpoint (and at least one tier does)."""
-    with node.catalog.read() as txn:
-        session = txn.session(session_id)
-        if session is None:
-            return
-        if not is_published(session, node.required_tiers):
-            return
-        if not txn.session_sums(session_id).sealed:
-            return
-    keys = [row.key async for rows in pages(node, session_id) for row in rows if row.state is ShardState.SEALED]
-
-    def act(batch: Sequence[ShardKey], txn: WriteTxn) -> None:
-        for key in batch:
-            let_go(txn, key, node.required_tiers)
-
-    for begin in range(0, len(keys), SHARDS_A_TRANSACTION):
-        await node.catalog.write(partial(act, keys[begin : begin + SHARDS_A_TRANSACTION]))
-
-
 class Announcer:
     """Tells other nodes, through the shared tiers, which parts are durable in this node's cache, and learns of theirs.
 
@@ -428,7 +406,7 @@ class Announcer:
 
     async def step(self) -> float | None:
         """Announce new parts, look for others'; returns the pause in seconds."""
-        tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"][:1]
+        tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"]
         if not tiers:
             return 2.0
         began_s = self._node.clock.monotonic()
@@ -439,13 +417,16 @@ class Announcer:
         now_s = self._node.clock.monotonic()
         self._next_s = now_s + max(ANNOUNCE_S_MIN, REST_FACTOR * (now_s - began_s))
         for session, parts in found:
+            tier = next((tier for tier in tiers if session.goes_to(tier.name)), None)
+            if tier is None:
+                continue
             try:
                 for part in parts:
                     if (session.id, part.writer) not in self._told:
-                        await self._announce(tiers[0], session, part)
-                waiting = await self._learn(tiers[0], session, {part.writer for part in parts}) or waiting
+                        await self._announce(tier, session, part)
+                waiting = await self._learn(tier, session, {part.writer for part in parts}) or waiting
             except ForebayError as error:
-                tiers[0].failed(error)
+                tier.failed(error)
                 return 2.0
         return 0.5 if waiting else None
 

@@ -1,14 +1,17 @@
-"""From the cache to one tier: the queue's oldest shards, in batches, by a mover that proves each copy.
+"""From the cache to one tier: shards in batches, by a mover that proves each copy.
 
-    next batch from the catalog's pending index -> copies WRITING -> mover: read, re-check, put, verify -> copies VERIFIED
+    the part that goes next (order.py) -> a batch of it from the pending index -> copies WRITING -> mover: read, re-check, put,
+    verify -> copies VERIFIED
 
-Owns the order of the queue, what goes back to it, and when it is tried again. One Drain a tier; the index in the catalog is the
-queue, so nothing is lost when this process ends. Does not own the movement of bytes (movers/) or completion (complete.py).
+Owns batches, what goes back to the queue, and when it is tried again. One Drain a tier; the index in the catalog is the queue,
+so nothing is lost when this process ends. Does not own which part goes next (order.py), the movement of bytes (movers/) or
+completion (complete.py).
 """
 
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import islice
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
@@ -17,11 +20,13 @@ from forebay_gateway.core.errors import ErrorRecord, ForebayError, PermissionDen
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import PartRow, PartState, PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
+from forebay_gateway.core.schedule import Idle, Next, Skip
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths import marks
 from forebay_gateway.paths.fleet import not_before_s
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.order import BATCH_BYTES_MAX, BLOCKED_S, Order
 from forebay_gateway.paths.safety import let_go
 from forebay_gateway.tiers.base import StorageFull
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -29,8 +34,8 @@ from forebay_gateway.tiers.monitor import MonitoredTier
 log = logging.getLogger("forebay.drain")
 
 BATCH_SHARDS_MAX = 128
-BATCH_BYTES_MAX = 1 << 30
-LOOK_AHEAD_MAX = 4096  # queue entries looked at for one batch, so that a few that must wait do not block the rest
+LOOK_AHEAD_MAX = 4096  # entries of a part looked at for one batch, so that a few that must wait do not block the rest
+PARTS_LOOKED_AT = 64  # for one batch: each that has to wait is passed over
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
 IDLE_S = 5.0
 PAUSES_MAX = 1024
@@ -49,6 +54,7 @@ class Drain:
     ) -> None:
         self._node = node
         self._tier = tier
+        self.order = Order(node, tier.name)
         self._recover_copies = recover_copies
         self._recovered = False
         self._verified = verified
@@ -71,16 +77,12 @@ class Drain:
             self._verified()
         if self._tier.held:
             return IDLE_S
-        items, wait_s = self._next_batch()
+        items, wait_s = await self._next_batch()
         if not items:
             return wait_s
-        try:
-            await self._clean_up_after(items)
-        except ForebayError as error:
-            self._tier.failed(error)
+        keys = await self._begin(items)
+        if keys is None:
             return RETRY_S_MIN
-        wanted = [ShardKey(item.session_id, item.shard_id) for item in items]
-        keys = await self._node.catalog.write(lambda txn: start(txn, wanted, self._tier.name))
         started = set(keys)
         items = [item for item in items if ShardKey(item.session_id, item.shard_id) in started]
         if not items:
@@ -99,6 +101,28 @@ class Drain:
         self._node.changes.tell()  # once a batch: who waits for one copy looks four times a second anyway
         self._forget_expired()
         return 0.0
+
+    async def _begin(self, items: list[ShardItem]) -> list[ShardKey] | None:
+        """Those that are WRITING now, with nothing of an earlier attempt in their place; None where the tier did not answer."""
+        wanted = [ShardKey(item.session_id, item.shard_id) for item in items]
+        keys: list[ShardKey] = []
+        try:
+            try:
+                await self._clean_up_after(items)
+            except ForebayError as error:
+                self._tier.failed(error)
+                return None
+            keys = await self._node.catalog.write(partial(self._start, wanted))
+            return keys
+        finally:
+            for key in set(wanted).difference(keys):
+                self.order.failed(key)
+
+    def _start(self, wanted: list[ShardKey], txn: WriteTxn) -> list[ShardKey]:
+        keys = start(txn, wanted, self._tier.name)
+        if keys and (session := txn.session(keys[0].session_id)) is not None:
+            self.order.begun(txn, session)
+        return keys
 
     async def _clean_up_after(self, items: list[ShardItem]) -> None:
         """Remove what an earlier attempt left on the tier: by its record, and of a mover that died also what it had no time to
@@ -120,35 +144,90 @@ class Drain:
         left = reports.unreported()
         if left:
             self._interrupted.update(left)
+            for key in left:
+                self.order.failed(key)
             self._recovered = False  # where the catalog takes no note now, only a look at the tier can tell
             await self._node.catalog.write(lambda txn: fail(txn, left, self._tier.name, "interrupted"))
             self._recovered = True
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
-    def _next_batch(self) -> tuple[list[ShardItem], float | None]:
-        """The oldest shards that may go now, all of one session, and how long to wait where there are none."""
+    async def _next_batch(self) -> tuple[list[ShardItem], float | None]:
+        """The shards that go now, all of one session, and how long to wait where there are none."""
+        await self.order.catch_up()
+        items = self._strays()
+        seen: set[int] = set()
+        for _ in range(0 if items else PARTS_LOOKED_AT):
+            decision = self.order.decide()
+            if isinstance(decision, Skip):
+                if not await self.order.skip(decision):
+                    await self.order.catch_up()
+                continue
+            if isinstance(decision, Idle):
+                return items, self._idle_s(decision)
+            # What is left of a part that has given something waits; so does a batch for nothing of another session.
+            if decision.order in seen or (items and decision.session_id != items[0].session_id):
+                break
+            seen.add(decision.order)
+            items += self._batch_of(decision, len(items), sum(item.size for item in items))
+            if len(items) >= BATCH_SHARDS_MAX or sum(item.size for item in items) >= BATCH_BYTES_MAX:
+                break
+        return items, 0.0
+
+    def _idle_s(self, idle: Idle) -> float:
+        if idle.until_s is None:
+            return IDLE_S
+        return min(IDLE_S, max(0.0, idle.until_s - self._node.clock.monotonic()))
+
+    def _strays(self) -> list[ShardItem]:
+        """Copies that were lost of what no commit of this node made: they were safe once, and go first."""
+        return self._of_part(0, 0, 0)[0]
+
+    def _batch_of(self, part: Next, count: int, size: int) -> list[ShardItem]:
+        """What of a part goes into a batch of `count` shards with `size` bytes so far."""
+        if (later_s := self._staggered_s(part)) > 0:
+            self.order.blocked(part, later_s)
+            return []
+        items, wait_s = self._of_part(part.order, count, size)
+        if items:
+            keys = [ShardKey(item.session_id, item.shard_id) for item in items]
+            self.order.took(part.order, keys, sum(item.size for item in items))
+        elif wait_s is None:
+            self.order.gone(part.order)
+        else:
+            self.order.blocked(part, wait_s)
+        return items
+
+    def _staggered_s(self, part: Next) -> float:
+        """How long it waits so that not all nodes begin at once; what an operator puts first does not."""
+        with self._node.catalog.read() as txn:
+            session = txn.session(part.session_id)
+        if session is None or part.why == "prioritised":
+            return 0.0
+        return not_before_s(self._node, self._tier.name, session) - self._node.clock.monotonic()
+
+    def _of_part(self, order: int, count: int, size: int) -> tuple[list[ShardItem], float | None]:
+        """Its shards that may go now, and how long to wait where none may; None where none is in the queue."""
         now_s = self._node.clock.monotonic()
         items: list[ShardItem] = []
-        total, session = 0, None
-        wait_s = IDLE_S
+        wait_s: float | None = None
+        session: SessionRow | None = None
         with self._node.catalog.read() as txn:
-            for looked, entry in enumerate(txn.pending(self._tier.name)):
-                if looked >= LOOK_AHEAD_MAX or len(items) >= BATCH_SHARDS_MAX or total >= BATCH_BYTES_MAX:
+            entries = txn.pending(self._tier.name, PendingCopy(order, ShardKey(0, 0)))
+            for entry in islice(entries, LOOK_AHEAD_MAX):
+                if entry.order != order or count + len(items) >= BATCH_SHARDS_MAX or size >= BATCH_BYTES_MAX:
                     break
-                if (later_s := self._not_before_s.get(entry.key, 0.0) - now_s) > 0:
-                    wait_s = min(wait_s, later_s)
+                later_s = self._not_before_s.get(entry.key, 0.0) - now_s
+                wait_s = min(wait_s or RETRY_S_MAX, later_s if later_s > 0 else BLOCKED_S)
+                if later_s > 0:
                     continue
                 if session is not None and entry.key.session_id != session.id:
                     break
                 session = session or txn.session(entry.key.session_id)
-                if session is not None and (later_s := not_before_s(self._node, self._tier.name, session) - now_s) > 0:
-                    session, wait_s = None, min(wait_s, later_s)
-                    continue
                 item = self._item(txn, entry, session)
                 if item is not None:
                     items.append(item)
-                    total += item.size
+                    size += item.size
                 elif not items:
                     session = None
         return items, wait_s
@@ -197,6 +276,7 @@ class Drain:
     def note_recorded_elsewhere(self, session_id: int, writers: set[int]) -> None:
         """complete.py saw these on this tier."""
         self._recorded_elsewhere.setdefault(session_id, set()).update(writers)
+        self.order.wake(session_id)
 
     def forget_session(self, session_id: int) -> None:
         """It is complete or gone."""
@@ -223,6 +303,13 @@ class Drain:
     def retry_now(self) -> None:
         """The tier came back, or an operator asked: nothing waits for its pause any more."""
         self._not_before_s.clear()
+        self.order.wake_all()
+
+    def retry_session(self, session_id: int) -> None:
+        """The same for one checkpoint."""
+        for key in [key for key in self._not_before_s if key.session_id == session_id]:
+            del self._not_before_s[key]
+        self.order.wake(session_id)
 
     # -- reports of one batch ------------------------------------------------------------------------------------------
 
@@ -239,6 +326,8 @@ class Drain:
         self._not_before_s.pop(key, None)
         self._tier.worked()
         self._moved.add(key.session_id)
+        self.order.verified(key)
+        self.order.wake(key.session_id)  # its last shards may have waited for this one
         self._verified()
 
     async def _failed(self, key: ShardKey, failure: Failure) -> None:
@@ -247,6 +336,7 @@ class Drain:
             await self._quarantine(key, error)
             return
         attempts = await self._node.catalog.write(lambda txn: fail(txn, [key], self._tier.name, str(error)))
+        self.order.failed(key)
         pause_s = min(RETRY_S_MAX, RETRY_S_MIN * 2.0 ** min(attempts, 10))
         self._not_before_s[key] = self._node.clock.monotonic() + max(pause_s, failure.retry_after_s or 0.0)
         if failure.details.get("operation") == "create_multipart_upload":
@@ -270,6 +360,7 @@ class Drain:
             return txn.shard_event(key, ShardEvent.MISMATCH).name
 
         name = await self._node.catalog.write(act)
+        self.order.failed(key)
         self._node.ask_mend(key)
         if name is None:
             return

@@ -1,6 +1,7 @@
-"""Space, made only from what every required tier holds verified.
+"""Space, made only from what every required tier holds verified, and from what by policy no tier is to hold.
 
-    oldest EVICTABLE shard that nobody reads and nobody pinned -> EVICTING -> unlink, directory synced -> EVICTED
+    first: a checkpoint that is transient, or was left out on every tier and outlived (safety.is_expendable), as a whole
+    then: oldest EVICTABLE shard that nobody reads and nobody pinned -> EVICTING -> unlink, directory synced -> EVICTED
 
 Owns the choice and the order of acts. Dirty data is not in the index it reads from, so it cannot be chosen.
 """
@@ -8,15 +9,17 @@ Owns the choice and the order of acts. Dirty data is not in the index it reads f
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import ForebayError
-from forebay_gateway.core.records import ShardKey, ShardRow
+from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable
+from forebay_gateway.core.records import CheckpointRow, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards
+from forebay_gateway.paths.safety import is_expendable
 
 log = logging.getLogger("forebay.evict")
 
@@ -31,6 +34,7 @@ class Evictor:
         self._readers: Counter[ShardKey] = Counter()
         self._unfinished: list[ShardRow] = []  # EVICTING, their files not removed yet
         self._lock = asyncio.Lock()
+        self.drop_cache_only: Callable[[CheckpointRow], Awaitable[None]] | None = None  # Retention's
 
     def hold(self, key: ShardKey) -> None:
         """A reader has the cache file open."""
@@ -79,13 +83,48 @@ class Evictor:
             return await self._evict(wanted)
 
     async def _evict(self, wanted: int) -> int:
-        freed = 0
+        freed = await self._evict_cache_only(wanted)
         while freed < wanted:
             rows = self._choose(wanted - freed)
             if not rows:
                 break
             freed += await uncut(self._evict_rows(rows))
         return freed
+
+    async def _evict_cache_only(self, wanted: int) -> int:
+        """Whole checkpoints that no tier has or is to get, oldest first, and a run's newest last of all."""
+        freed, drop = 0, self.drop_cache_only
+        if drop is None:
+            return 0
+        for row in self._cache_only():
+            if freed >= wanted:
+                break
+            used = self._node.budget.used
+            try:
+                await drop(row)
+            except (NotFound, Unavailable) as error:  # another session of it was begun meanwhile
+                log.info("a checkpoint that is to leave the cache stays run=%s step=%s reason=%s", row.run, row.step, error)
+                continue
+            log.info("evicted a checkpoint that no tier was to hold run=%s step=%s", row.run, row.step)
+            freed += max(0, used - self._node.budget.used)
+        return freed
+
+    def _cache_only(self) -> list[CheckpointRow]:
+        read = {key.session_id for key in self._readers}
+        found: list[tuple[int, CheckpointRow]] = []
+        newest: dict[str, int] = {}
+        with self._node.catalog.read() as txn:
+            for session_id in txn.cache_only():
+                session = txn.session(session_id)
+                row = None if session is None else txn.checkpoint(session.run, session.step)
+                if session is None or row is None or row.pinned or row.deleting or read.intersection(row.session_ids):
+                    continue
+                newest[row.run] = max(newest.get(row.run, 0), session.commit_seq)
+                others = [txn.session(number) for number in row.session_ids]
+                if all(each is not None and is_expendable(txn, each, self._node.required_tiers) for each in others):
+                    found.append((session.commit_seq, row))
+        found.sort(key=lambda each: (each[0] == newest[each[1].run], each[0]))
+        return list({(row.run, row.step): row for _, row in found}.values())
 
     def _choose(self, wanted: int) -> list[ShardRow]:
         chosen: list[ShardRow] = []

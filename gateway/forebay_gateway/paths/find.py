@@ -17,7 +17,7 @@ from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR, RUNS_DIR, manifest_key, parse_run_key, parse_step_dir
 from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
-from forebay_gateway.paths.complete import mark_evictable
+from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier

@@ -15,7 +15,7 @@ from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.fleet import NODES_DIR, Sighting, look, node_key, offset_s, share_of, unchanged_s
 from forebay_gateway.core.records import SessionRow
-from forebay_gateway.core.retention import is_final
+from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -107,8 +107,8 @@ class Fleet:
 
 def not_before_s(node: Node, tier: str, session: SessionRow) -> float:
     """When the drain of a session to the tier may begin, monotonic: a periodic one after this node's offset in `tier.stagger`,
-    counted from when this process first saw it; a final one at once."""
+    counted from when this process first saw it; others at once."""
     window_s = next((config.stagger for config in node.config.tiers if config.name == tier), 0.0)
-    if window_s <= 0 or is_final(session):
+    if window_s <= 0 or session.kind is not Kind.PERIODIC:
         return float("-inf")
     return node.first_seen_s.setdefault(session.id, node.clock.monotonic()) + offset_s(node.id, tier, window_s)

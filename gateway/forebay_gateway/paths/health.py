@@ -82,8 +82,9 @@ class Health:
         now_s = self._clock.monotonic()
         with self._node.catalog.read() as txn:
             for name, tier in self._node.tiers.items():
+                rests = self._node.resting.get(name, _never)
                 entries = islice(txn.pending(name), LOOK_AHEAD_MAX)
-                entry = next((entry for entry in entries if _may_go(txn, entry.key, name)), None)
+                entry = next((entry for entry in entries if not rests(entry.order) and _may_go(txn, entry.key, name)), None)
                 head = self._heads.get(name)
                 if entry is None:
                     self._heads.pop(name, None)
@@ -244,6 +245,10 @@ class Health:
                 )
             )
         return alarms
+
+
+def _never(order: int) -> bool:
+    return False
 
 
 def _attempts(txn: ReadTxn, key: ShardKey, tier: str) -> int:

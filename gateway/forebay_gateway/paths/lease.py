@@ -83,6 +83,7 @@ class Sealed:
 
     receipt: Receipt
     copied: bool
+    run: str
 
 
 class Leases:
@@ -318,7 +319,7 @@ class WriteLease:
         self._state = next_shard_state(self._state, ShardEvent.SEAL)
         self._admitted.settle(sealed.disk_size)
         self._over()
-        return Sealed(Receipt(self._name, size, crc), copied)
+        return Sealed(Receipt(self._name, size, crc), copied, self._part.run)
 
     def _check(self, size: int, crc: int, chunks: bytes) -> None:
         if size != self._size:

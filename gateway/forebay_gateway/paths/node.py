@@ -15,9 +15,10 @@ from forebay_gateway.base.recent import Recent
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
-from forebay_gateway.core.config_sections import Config
+from forebay_gateway.core.config_sections import Config, PolicyConfig
 from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument
-from forebay_gateway.core.records import ShardKey
+from forebay_gateway.core.policy import policy_of
+from forebay_gateway.core.records import Origin, SessionRow, ShardKey
 from forebay_gateway.movers.pool import Movers
 from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -85,6 +86,7 @@ class Node:
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
     on_complete: list[Callable[[str, str, int], None]] = field(default_factory=list)  # told (tier, run, step) at each manifest
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    resting: dict[str, Callable[[int], bool]] = field(default_factory=dict)  # tier: whether a part waits by rule, see order.py
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     async def aside(self, size: int, act: Callable[[], T]) -> T:
@@ -109,6 +111,24 @@ class Node:
     def required_tiers(self) -> tuple[str, ...]:
         """A shard is safe to evict once all of these hold it."""
         return tuple(name for name, tier in self.tiers.items() if tier.required)
+
+    def policy(self, run: str) -> PolicyConfig:
+        """What holds for the run now."""
+        return policy_of(run, self.config.policies)
+
+    def only_tiers(self, run: str) -> tuple[str, ...] | None:
+        """What the run's policy restricts its checkpoints to: None for all tiers, empty for the cache alone."""
+        policy = self.policy(run)
+        if policy.transient:
+            return ()
+        return None if policy.tiers is None else tuple(name for name in self.tiers if name in policy.tiers)
+
+    def restriction_of(self, session: SessionRow) -> tuple[str, ...] | None:
+        """The same of one session: what held at its first commit, whatever the policy says since. What was found on a tier is
+        restricted by nothing."""
+        if session.commit_seq or session.origin is Origin.TIER:
+            return session.tiers
+        return self.only_tiers(session.run)
 
     def usable_tiers(self) -> list[MonitoredTier]:
         """Those that may be asked now, nearest first."""

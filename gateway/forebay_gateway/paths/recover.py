@@ -33,11 +33,13 @@ from forebay_gateway.core.errors import (
 )
 from forebay_gateway.core.layout import announce_key, manifest_key, part_key, run_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
+from forebay_gateway.core.schedule_rows import kind_named
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
-from forebay_gateway.paths.complete import mark_evictable
+from forebay_gateway.paths.commit import where_to
 from forebay_gateway.paths.drain import clear_upload, fail, proved, shard_item
 from forebay_gateway.paths.evict import finish_evicting
+from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.handover import take_clean
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import pages
@@ -356,7 +358,9 @@ def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[i
     for shard_id, (shard, index) in zip(new_ids, record.files(), strict=True):
         if shard.name not in there:
             _add_evicted(txn, evicted_row(ShardKey(session.id, shard_id), record.writer, shard, index), shard.chunks, index)
-    txn.commit_part(session.id, record.writer, json.dumps(record.metadata), node.tier_names, file.commit_seq)
+    only, tiers = where_to(node, txn, session.id)
+    kind = kind_named(record.kind)
+    txn.commit_part(session.id, record.writer, json.dumps(record.metadata), tiers, file.commit_seq, kind=kind, only=only)
     for row in list(txn.shards(session.id, record.writer)):
         for tier, copy in txn.copies(row.key).items():
             if copy.state is CopyState.PENDING:

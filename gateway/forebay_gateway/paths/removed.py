@@ -18,7 +18,8 @@ from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
-from forebay_gateway.paths.retain import SETTLED, Retention
+from forebay_gateway.paths.retain import Retention
+from forebay_gateway.paths.safety import HELD_STATES
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -61,7 +62,7 @@ class Follower:
         return settled
 
     async def _follow_one(self, tier: MonitoredTier, row: CheckpointRow, sessions: Sequence[SessionRow], short: str) -> bool:
-        known = [session for session in sessions if session.publish.get(tier.name) in SETTLED]
+        known = [session for session in sessions if session.publish.get(tier.name) in HELD_STATES]
         if not known:
             return True
         named = await _named_on(tier, row)
@@ -132,7 +133,7 @@ async def _named_on(tier: MonitoredTier, row: CheckpointRow) -> str:
 
 def _is_only_removed(sessions: Sequence[SessionRow]) -> bool:
     states = {state for session in sessions for state in session.publish.values()}
-    ended = {PublishState.REMOVED, PublishState.SUPERSEDED}
+    ended = {PublishState.REMOVED, PublishState.SUPERSEDED, PublishState.SKIPPED}
     return PublishState.REMOVED in states and states <= ended and all(session.publish for session in sessions)
 
 
@@ -145,5 +146,5 @@ def _drop_copies(txn: WriteTxn, rows: Sequence[ShardRow], tier: str) -> None:
 
 def _mark_removed(txn: WriteTxn, session_id: int, tier: str) -> None:
     session = txn.session(session_id)
-    if session is not None and session.publish.get(tier) in SETTLED:
+    if session is not None and session.publish.get(tier) in HELD_STATES:
         txn.set_publish(session_id, tier, PublishState.REMOVED)

@@ -25,6 +25,7 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import tell_pin
+from forebay_gateway.paths.safety import HELD_STATES
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -32,7 +33,6 @@ from forebay_wire.manifest import Manifest, ManifestError
 log = logging.getLogger("forebay.retain")
 
 DELETES_A_CALL = 1000
-SETTLED = (PublishState.COMPLETE, PublishState.SUPERSEDED)  # a tier holds it, or a newer one of its step
 WRITERS_UNSEEN_MAX = 64  # documents of so many are deleted without a look at what there is
 
 
@@ -52,6 +52,7 @@ class Retention:
     def __init__(self, node: Node, finder: Finder) -> None:
         self._node = node
         self._finder = finder
+        self.pinned = _nothing  # told of each checkpoint that was pinned or unpinned, see queue.py
         self._lock = asyncio.Lock()
 
     async def pin(self, run: str, step: int, pinned: bool) -> None:
@@ -62,7 +63,7 @@ class Retention:
         change = marks.pinned(row.run, row.step, pinned)
         await self._node.marks.change(change, lambda txn: txn.set_pinned(row.run, row.step, pinned))
         await tell_pin(self._node, row.run, row.step, pinned)
-        self._node.changes.tell()
+        await self.pinned(row)
 
     async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:
         """Delete a checkpoint everywhere; refuses pinned ones, and ones that no tier holds unless `force`."""
@@ -72,7 +73,7 @@ class Retention:
                 "the checkpoint is pinned, and force does not change that; unpin it first", run=run, step=step
             )
         sessions, shards = await self._content(row)
-        safe = any(state in SETTLED for session in sessions for state in session.publish.values())
+        safe = any(state in HELD_STATES for session in sessions for state in session.publish.values())
         if not safe and not force and not row.deleting:
             raise InvalidArgument(
                 "no tier holds this checkpoint yet, so its only copy would go; with --force (force=True) it goes all the same",
@@ -84,7 +85,8 @@ class Retention:
             levels = tuple(["cache"] * any(shard.disk_size for shard in shards)) + self._node.tier_names
             return Deletion(count, size, levels, ())
         await self._mark(row)
-        self._node.changes.tell()
+        for session in sessions:
+            self._node.changes.tell(session.id)
         done, pending = await self._finish(row)
         return Deletion(count, size, done, pending)
 
@@ -95,6 +97,8 @@ class Retention:
             now = txn.checkpoint(row.run, row.step)
             if now is not None and now.session_ids != row.session_ids:
                 raise Unavailable("a session of this checkpoint came or went meanwhile; delete it again", retry_after_s=0.1)
+            if now is not None and now.pinned:
+                raise Unavailable("the checkpoint was pinned meanwhile", retry_after_s=0.1)
             txn.mark_deleting(row.run, row.step)
 
         await self._node.marks.change(marks.going(row), act, spare=True)
@@ -104,6 +108,19 @@ class Retention:
         await self._mark(row)
         self._node.changes.tell()
         await self._finish(row)
+
+    async def drop_cache_only(self, row: CheckpointRow) -> None:
+        """A checkpoint that no tier has or is to get: marked, then out of the cache as a whole. Raises as _mark.
+
+        Without the lock: writers wait for this space, and a deletion on a slow tier may hold it for long. What both do to one
+        checkpoint they can do twice.
+        """
+        await self._mark(row)
+        sessions, shards = await self._content(row)
+        await uncut(self._out_of_cache(sessions, shards))
+        await self._node.marks.ended(row.run, row.step)
+        for session in sessions:
+            self._node.changes.tell(session.id)
 
     async def step(self) -> float | None:
         """Background: go on with deletions that a crash or an absent tier interrupted."""
@@ -294,6 +311,10 @@ class Retention:
             await io.run(cache.unlink_many, [cache.shard_path(row.key) for row in rows if row.key not in unlinked])
             await io.run(cache.remove_part_files, session.id, None)
             await io.run(cache.drop_session_dir, session.id)
+
+
+async def _nothing(row: CheckpointRow) -> None:
+    return None
 
 
 def _yielded(session_id: int, tier: str, txn: WriteTxn) -> None:

@@ -41,6 +41,7 @@ class CheckpointView:
     pinned: bool
     metadata_json: str
     reason: str
+    transient: bool
 
 
 def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
@@ -67,6 +68,7 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
         pinned=row.pinned,
         metadata_json="" if first is None else first.metadata_json,
         reason=reason,
+        transient=node.restriction_of(session) == (),
     )
 
 
@@ -89,8 +91,18 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
             word = "incomplete"
         else:
             word = "draining" if done < size else "pending"
-        views.append(LevelView(tier.name, word, done, size, "" if tier.usable else f"{tier.state.value}: {tier.reason}"))
+        reason = "" if tier.usable else f"{tier.state.value}: {tier.reason}"
+        if state is PublishState.SKIPPED:
+            word, reason = "skipped", session.skipped.get(tier.name, "")
+        elif state is None and not session.goes_to(tier.name):
+            word, reason = "excluded", excluded_reason(session)
+        views.append(LevelView(tier.name, word, done, size, reason))
     return views
+
+
+def excluded_reason(session: SessionRow) -> str:
+    """Why a session does not go to a tier that its policy does not name."""
+    return "by policy it stays in the cache" if session.is_transient else "by policy its run does not go there"
 
 
 async def listed(node: Node, session: SessionRow) -> Iterator[NamedShard]:

@@ -11,6 +11,7 @@ from forebay_gateway.core.errors import Incomplete, InvalidArgument, MissingPart
 from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.safety import required_of
 from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, sessions_of
 
 LOOK_AGAIN_S = 0.25
@@ -39,21 +40,31 @@ class Waiter:
         self._finder = finder
         self._asked: dict[tuple[str, int], tuple[float, str]] = {}  # (when, what the tiers said)
 
-    def check_level(self, level: str) -> None:
-        """Raise InvalidArgument or Unsupported for a level that this gateway cannot reach."""
+    def check_level(self, level: str, run: str, only: tuple[str, ...] | None) -> None:
+        """Raise InvalidArgument or Unsupported for a level that this gateway cannot reach, or that a policy keeps the run's
+        checkpoint from: `only` are the tiers that it goes to, None for all."""
         if level == "peer":
             raise Unsupported("no peers are configured, so nothing reaches the level 'peer'")
         if level not in ("cache", "all"):
             self._node.tier(level)
+        if only == () and level != "cache":
+            raise InvalidArgument(
+                f"by policy the checkpoints of {run!r} are transient: they stay in the cache and never reach {level!r}; wait "
+                "for 'cache', or change the policy"
+            )
+        if only is not None and level in self._node.tiers and level not in only:
+            raise InvalidArgument(
+                f"by policy the checkpoints of {run!r} do not go to {level!r}, only to {', '.join(only)}; wait for one of these"
+            )
 
     async def watch(self, run: str, step: int, level: str, name: str = "") -> AsyncGenerator[Progress, None]:
         """Progress of the session `name`, else of the newest known here, at each change and about once a second; ends after one
         that is reached. Runs until it is closed.
 
         Once node.complete_within has passed, raises Incomplete where some writer has not committed, NotFound where nobody has
-        heard of the checkpoint.
+        heard of the checkpoint; and for a level on which the drain left it out.
         """
-        self.check_level(level)
+        self.check_level(level, run, self._node.only_tiers(run) if self._session(run, step, name) is None else None)
         clock = self._node.clock
         began_s = clock.monotonic()
         told: Progress | None = None
@@ -75,10 +86,16 @@ class Waiter:
         session = self._session(run, step, name)
         if session is None:
             return await self._elsewhere(run, step, level, began_s)
-        levels = self._node.required_tiers or self._node.tier_names if level == "all" else (level,)
+        self.check_level(level, run, self._node.restriction_of(session))
+        levels: tuple[str, ...] = (level,)
+        if level == "all":
+            levels = required_of(session, self._node.required_tiers) or tuple(filter(session.goes_to, self._node.tier_names))
         for name in levels:
             if name in self._node.tiers:
                 session = await self._finder.at_level(session, self._node.tiers[name])
+            if session.publish.get(name) is PublishState.SKIPPED:
+                why = session.skipped.get(name, "by policy")
+                raise Incomplete(f"this checkpoint was left out on {name!r} and does not go there ({why})", run=run, step=step)
         with self._node.catalog.read() as txn:
             progress = combined([level_progress(txn, session, name) for name in levels])
         if not progress.reached and progress.missing:

@@ -1,7 +1,7 @@
 """A fleet that saves, drains, fails and restarts, as discrete events from one seed.
 
-Every decision on what drains next, and what is skipped, is made by core/schedule on the simulated clock; a gateway's own
-drain goes in the order of commits, which these rules give one run without limits. The same scenario gives the same outcome.
+Every decision on what drains next, and what is skipped, is made by core/schedule on the simulated clock, as a gateway's drain
+has it made. The same scenario gives the same outcome.
 
 What is approximated:
 

@@ -12,6 +12,9 @@ from forebay_gateway.paths.expire import Expiry
 from forebay_gateway.paths.fleet import Fleet
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.queue import Queue, Waiting
+from forebay_gateway.paths.reload import Reloader
+from forebay_gateway.paths.skip import skipped_count
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.status import Context, answers
@@ -29,7 +32,9 @@ class AdminService:
         node: Node,
         health: Health,
         writes: WritePath,
+        queue: Queue,
         drains: dict[str, Drain],
+        reloader: Reloader,
         source: str,
         fleets: dict[str, Fleet],
         expiries: dict[str, Expiry],
@@ -37,7 +42,9 @@ class AdminService:
         self._node = node
         self._health = health
         self._writes = writes
+        self._queue = queue
         self._drains = drains
+        self._reloader = reloader
         self._source = source
         self._fleets = fleets
         self._expiries = expiries
@@ -74,14 +81,12 @@ class AdminService:
 
     def _cache(self) -> pb.CacheStatus:
         node = self._node
-        with node.catalog.read() as txn:
-            totals = txn.totals()
         return pb.CacheStatus(
             path=str(node.cache.path),
             capacity_bytes=node.budget.capacity,
             used_bytes=node.budget.used,
             reserved_bytes=node.budget.reserved,
-            dirty_bytes=totals.dirty,
+            dirty_bytes=node.budget.dirty,
             direct_io=node.cache.direct_io,
             file_system=node.cache.file_system,
             open_streams=self._writes.open_streams,
@@ -90,7 +95,7 @@ class AdminService:
 
     def _tier(self, tier: MonitoredTier) -> pb.TierStatus:
         with self._node.catalog.read() as txn:
-            totals = txn.totals().tiers.get(tier.name)
+            totals, skipped = txn.totals().tiers.get(tier.name), skipped_count(txn, tier.name)
         message = pb.TierStatus(
             name=tier.name,
             kind=tier.tier.kind,
@@ -103,6 +108,7 @@ class AdminService:
             live_nodes=self._fleets[tier.name].live_nodes,
             bandwidth_bytes_per_s=self._fleets[tier.name].bandwidth,
             retention=self._retention(self._expiries[tier.name]),
+            skipped=skipped,
         )
         oldest_s = self._health.oldest_pending_s(tier.name)
         if oldest_s is not None:
@@ -144,4 +150,47 @@ class AdminService:
         tiers = [self._node.tier(request.tier)] if request.tier else list(self._node.tiers.values())
         for tier in tiers:
             await self._drains[tier.name].hold(request.held)
+        if not request.held and not request.tier:
+            await self._queue.change("release", ())
         return pb.SetQueueResponse(tiers=[tier.name for tier in tiers])
+
+    @answers
+    async def ListQueue(self, request: pb.ListQueueRequest, context: Context) -> pb.ListQueueResponse:
+        """See admin.proto."""
+        waiting, skipped = await self._queue.listed()
+        return pb.ListQueueResponse(
+            entries=[_queue_entry(each) for each in waiting],
+            skips=[pb.QueueSkips(tier=tier, skipped=count) for tier, count in skipped.items()],
+        )
+
+    @answers
+    async def ChangeQueue(self, request: pb.ChangeQueueRequest, context: Context) -> pb.ChangeQueueResponse:
+        """See admin.proto."""
+        return pb.ChangeQueueResponse(ids=await self._queue.change(request.action, request.ids))
+
+    @answers
+    async def ReloadConfig(self, request: pb.ReloadConfigRequest, context: Context) -> pb.ReloadConfigResponse:
+        """See admin.proto."""
+        done = self._reloader.reload()
+        return pb.ReloadConfigResponse(changed=done.changed, needs_restart=done.needs_restart)
+
+
+def _queue_entry(waiting: Waiting) -> pb.QueueEntry:
+    entry = waiting.entry
+    message = pb.QueueEntry(
+        id=waiting.id,
+        run=entry.run,
+        step=entry.step,
+        tier=waiting.tier,
+        kind=entry.kind.name.lower(),
+        state=entry.state,
+        why=waiting.why,
+        parts=entry.parts,
+        copies=entry.copies,
+        bytes=waiting.size,
+        held=waiting.held,
+        prio=waiting.place,
+    )
+    if waiting.next_in_s is not None:
+        message.next_in_s = waiting.next_in_s
+    return message

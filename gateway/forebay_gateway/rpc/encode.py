@@ -20,9 +20,9 @@ def part_ref(message: pb.PartRef) -> PartRef:
     return PartRef(message.run, message.step, message.session, message.writer, message.writers)
 
 
-def receipt(value: Receipt) -> pb.Receipt:
-    """What is durable in the cache."""
-    return pb.Receipt(name=value.name, size=value.size, crc32c=value.crc32c, level="cache")
+def receipt(value: Receipt, transient: bool) -> pb.Receipt:
+    """What is durable in the cache, and whether by policy it stays there."""
+    return pb.Receipt(name=value.name, size=value.size, crc32c=value.crc32c, level="cache", transient=transient)
 
 
 def missing(parts: Iterable[MissingPart]) -> list[pb.Missing]:
@@ -55,6 +55,8 @@ def checkpoint(value: CheckpointView) -> pb.Checkpoint:
         pinned=value.pinned,
         metadata_json=value.metadata_json,
         reason=value.reason,
+        kind=session.kind.name.lower(),
+        transient=value.transient,
     )
 
 

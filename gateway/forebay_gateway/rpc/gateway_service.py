@@ -25,7 +25,7 @@ from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
 from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.wholeness import has_all_parts, is_complete
-from forebay_gateway.paths.write import Existing, Incoming, WritePath
+from forebay_gateway.paths.write import Existing, Incoming, Receipt, WritePath
 from forebay_gateway.rpc import encode
 from forebay_gateway.rpc.pressure import PressureBoard, StreamPressure
 from forebay_gateway.rpc.receiving import Receiving
@@ -83,7 +83,7 @@ class GatewayService:
             incoming = await self._paths.write.begin(encode.part_ref(header.part), header.name, size, wait_s)
             accepted = pb.Accepted(chunk_size=self._node.config.cache.chunk_size, window=WINDOW)
             if isinstance(incoming, Existing):
-                accepted.existing.CopyFrom(encode.receipt(incoming.receipt))
+                accepted.existing.CopyFrom(self._receipt(header.part.run, incoming.receipt))
             yield pb.PutShardResponse(accepted=accepted).SerializeToString()
             while True:
                 frame = await _next_frame(requests, deadline_s)
@@ -94,7 +94,7 @@ class GatewayService:
                 else:
                     raise InvalidArgument("a PutShard stream has one header", name=header.name)
             receipt = await incoming.finish(frame.size, frame.crc32c)
-            answer = pb.PutShardResponse(receipt=encode.receipt(receipt), pressure=self._pressure.now())
+            answer = pb.PutShardResponse(receipt=self._receipt(header.part.run, receipt), pressure=self._pressure.now())
             yield answer.SerializeToString()
         finally:
             if incoming is not None:
@@ -107,7 +107,7 @@ class GatewayService:
         wait_s = _wait_s(request.admit_timeout_s, context)
         lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size, wait_s)
         if isinstance(lease, Existing):
-            return pb.OpenShardResponse(existing=encode.receipt(lease.receipt))
+            return pb.OpenShardResponse(existing=self._receipt(request.part.run, lease.receipt))
         layout = encode.file_layout(self._node, lease.chunk_size)
         return pb.OpenShardResponse(lease=lease.id, token=lease.token, layout=layout)
 
@@ -115,7 +115,7 @@ class GatewayService:
     async def SealShard(self, request: pb.SealShardRequest, context: Context) -> pb.SealShardResponse:
         """See gateway.proto."""
         sealed = await self._paths.leases.seal(request.lease, request.size, request.crc32c, request.chunk_crcs)
-        receipt = encode.receipt(sealed.receipt)
+        receipt = self._receipt(sealed.run, sealed.receipt)
         return pb.SealShardResponse(receipt=receipt, copied=sealed.copied, pressure=self._pressure.now())
 
     @streams
@@ -140,7 +140,8 @@ class GatewayService:
                 del request  # the shards are copies
                 receipts = await self._paths.small.put(encode.part_ref(part), shards, wait_s)
                 del shards  # not held while the next one is waited for
-            yield pb.PutManyResponse(receipts=[encode.receipt(receipt) for receipt in receipts], pressure=pressure.news())
+            answer = [self._receipt(part.run, receipt) for receipt in receipts]
+            yield pb.PutManyResponse(receipts=answer, pressure=pressure.news())
 
     @answers
     async def CommitPart(self, requests: AsyncIterator[pb.CommitPartRequest], context: Context) -> pb.CommitPartResponse:
@@ -149,12 +150,12 @@ class GatewayService:
         first: pb.CommitPartRequest | None = await _next_message(requests, deadline_s)
         if first is None:
             raise InvalidArgument("the first message of a commit names the part")
-        part, metadata_json = encode.part_ref(first.part), first.metadata_json
+        part, metadata_json, kind = encode.part_ref(first.part), first.metadata_json, first.kind
         expected: list[Expected] = []
         request: pb.CommitPartRequest | None = first
         while request is not None:
-            if request is not first and (request.HasField("part") or request.metadata_json):
-                raise InvalidArgument("only the first message of a commit names the part and its metadata")
+            if request is not first and (request.HasField("part") or request.metadata_json or request.kind):
+                raise InvalidArgument("only the first message of a commit names the part, its metadata and its kind")
             if len(expected) + len(request.shards) > COMMIT_SHARDS_MAX:
                 raise InvalidArgument(f"a commit has at most {COMMIT_SHARDS_MAX} shards", writer=part.writer)
             for begin in range(0, len(request.shards), SHARDS_A_PAGE):
@@ -162,9 +163,14 @@ class GatewayService:
                 expected += [Expected(shard.name, shard.size, shard.crc32c) for shard in some]
                 await asyncio.sleep(0)
             request = await _next_message(requests, deadline_s)
-        done = await self._paths.commit.commit(part, expected, metadata_json)
+        done = await self._paths.commit.commit(part, expected, metadata_json, kind)
         await let_go(expected)
-        return pb.CommitPartResponse(level="cache", checkpoint_complete=done.complete_at_cache, pressure=self._pressure.now())
+        return pb.CommitPartResponse(
+            level="cache",
+            checkpoint_complete=done.complete_at_cache,
+            transient=done.transient,
+            pressure=self._pressure.now(),
+        )
 
     @answers
     async def AbortPart(self, request: pb.AbortPartRequest, context: Context) -> pb.AbortPartResponse:
@@ -376,6 +382,9 @@ class GatewayService:
     async def GetPressure(self, request: pb.GetPressureRequest, context: Context) -> pb.Pressure:
         """See gateway.proto."""
         return encode.pressure(self._node)
+
+    def _receipt(self, run: str, receipt: Receipt) -> pb.Receipt:
+        return encode.receipt(receipt, self._node.policy(run).transient)
 
     def _check_run(self, run: str) -> None:
         try:

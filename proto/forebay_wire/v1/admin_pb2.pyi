@@ -116,6 +116,7 @@ class TierStatus(_message.Message):
     DRAIN_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     REQUIRED_FIELD_NUMBER: _builtins.int
     CLOCK_SKEW_S_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     LIVE_NODES_FIELD_NUMBER: _builtins.int
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
@@ -130,6 +131,8 @@ class TierStatus(_message.Message):
     drain_bytes_per_s: _builtins.float
     required: _builtins.bool
     clock_skew_s: _builtins.float
+    skipped: _builtins.int
+    """checkpoints that were left out on it so far"""
     live_nodes: _builtins.int
     """nodes that share it, this one among them; with fleet_bandwidth only"""
     bandwidth_bytes_per_s: _builtins.int
@@ -152,13 +155,14 @@ class TierStatus(_message.Message):
         drain_bytes_per_s: _builtins.float = ...,
         required: _builtins.bool = ...,
         clock_skew_s: _builtins.float | None = ...,
+        skipped: _builtins.int = ...,
         live_nodes: _builtins.int | None = ...,
         bandwidth_bytes_per_s: _builtins.int | None = ...,
         retention: Global___RetentionStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s", "_clock_skew_s", b"_clock_skew_s", "_live_nodes", b"_live_nodes", "_oldest_pending_s", b"_oldest_pending_s", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "clock_skew_s", b"clock_skew_s", "live_nodes", b"live_nodes", "oldest_pending_s", b"oldest_pending_s", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s", "_clock_skew_s", b"_clock_skew_s", "_live_nodes", b"_live_nodes", "_oldest_pending_s", b"_oldest_pending_s", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "live_nodes", b"live_nodes", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "retention", b"retention", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s", "_clock_skew_s", b"_clock_skew_s", "_live_nodes", b"_live_nodes", "_oldest_pending_s", b"_oldest_pending_s", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "capabilities", b"capabilities", "clock_skew_s", b"clock_skew_s", "drain_bytes_per_s", b"drain_bytes_per_s", "kind", b"kind", "live_nodes", b"live_nodes", "name", b"name", "oldest_pending_s", b"oldest_pending_s", "pending_bytes", b"pending_bytes", "pending_copies", b"pending_copies", "reason", b"reason", "required", b"required", "retention", b"retention", "skipped", b"skipped", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bandwidth_bytes_per_s: _TypeAlias = _typing.Literal["bandwidth_bytes_per_s"]  # noqa: Y015
     _WhichOneofArgType__bandwidth_bytes_per_s: _TypeAlias = _typing.Literal["_bandwidth_bytes_per_s", b"_bandwidth_bytes_per_s"]  # noqa: Y015
@@ -419,6 +423,222 @@ class SetQueueResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetQueueResponse: _TypeAlias = SetQueueResponse  # noqa: Y015
+
+@_typing.final
+class ListQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueueRequest: _TypeAlias = ListQueueRequest  # noqa: Y015
+
+@_typing.final
+class QueueEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    PRIO_FIELD_NUMBER: _builtins.int
+    NEXT_IN_S_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """run@step, as ChangeQueue takes it"""
+    run: _builtins.str
+    step: _builtins.int
+    tier: _builtins.str
+    kind: _builtins.str
+    """"periodic", "final", "preemption" """
+    state: _builtins.str
+    """"going", "waiting", "held", "deferred" (cadence), "paused" (to be tried again)"""
+    why: _builtins.str
+    """one clause"""
+    parts: _builtins.int
+    copies: _builtins.int
+    bytes: _builtins.int
+    held: _builtins.bool
+    prio: _builtins.int
+    """place among those that were prioritised; 0: it is none"""
+    next_in_s: _builtins.float
+    """of "deferred" and "paused" """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        state: _builtins.str = ...,
+        why: _builtins.str = ...,
+        parts: _builtins.int = ...,
+        copies: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        held: _builtins.bool = ...,
+        prio: _builtins.int = ...,
+        next_in_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "next_in_s", b"next_in_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s", "bytes", b"bytes", "copies", b"copies", "held", b"held", "id", b"id", "kind", b"kind", "next_in_s", b"next_in_s", "parts", b"parts", "prio", b"prio", "run", b"run", "state", b"state", "step", b"step", "tier", b"tier", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_in_s: _TypeAlias = _typing.Literal["next_in_s"]  # noqa: Y015
+    _WhichOneofArgType__next_in_s: _TypeAlias = _typing.Literal["_next_in_s", b"_next_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_in_s) -> _WhichOneofReturnType__next_in_s | None: ...
+
+Global___QueueEntry: _TypeAlias = QueueEntry  # noqa: Y015
+
+@_typing.final
+class QueueSkips(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    skipped: _builtins.int
+    """checkpoints that were left out on it so far"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        skipped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skipped", b"skipped", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueSkips: _TypeAlias = QueueSkips  # noqa: Y015
+
+@_typing.final
+class ListQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    SKIPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueEntry]:
+        """a tier's side by side, at most 1,000 of each"""
+
+    @_builtins.property
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSkips]: ...
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___QueueEntry] | None = ...,
+        skips: _abc.Iterable[Global___QueueSkips] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "skips", b"skips"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueueResponse: _TypeAlias = ListQueueResponse  # noqa: Y015
+
+@_typing.final
+class ChangeQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    action: _builtins.str
+    """"hold", "release", "retry", "prio" """
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none: all that there are; "prio" needs some"""
+
+    def __init__(
+        self,
+        *,
+        action: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeQueueRequest: _TypeAlias = ChangeQueueRequest  # noqa: Y015
+
+@_typing.final
+class ChangeQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeQueueResponse: _TypeAlias = ChangeQueueResponse  # noqa: Y015
+
+@_typing.final
+class ReloadConfigRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadConfigRequest: _TypeAlias = ReloadConfigRequest  # noqa: Y015
+
+@_typing.final
+class ReloadConfigResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """keys that were applied"""
+
+    @_builtins.property
+    def needs_restart(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """keys that differ and take a restart"""
+
+    def __init__(
+        self,
+        *,
+        changed: _abc.Iterable[_builtins.str] | None = ...,
+        needs_restart: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "needs_restart", b"needs_restart"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadConfigResponse: _TypeAlias = ReloadConfigResponse  # noqa: Y015
 
 @_typing.final
 class VerifyRequest(_message.Message):

@@ -49,6 +49,21 @@ class AdminStub:
                 request_serializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueResponse.FromString,
                 _registered_method=True)
+        self.ListQueue = channel.unary_unary(
+                '/forebay.v1.Admin/ListQueue',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueResponse.FromString,
+                _registered_method=True)
+        self.ChangeQueue = channel.unary_unary(
+                '/forebay.v1.Admin/ChangeQueue',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueResponse.FromString,
+                _registered_method=True)
+        self.ReloadConfig = channel.unary_unary(
+                '/forebay.v1.Admin/ReloadConfig',
+                request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -74,6 +89,27 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQueue(self, request, context):
+        """What waits for the tiers, by checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeQueue(self, request, context):
+        """Acts on checkpoints in the queues, on every tier: all of them are done, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadConfig(self, request, context):
+        """Reads the configuration file again and applies what may change while the gateway runs; an invalid file changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +127,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetQueue,
                     request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueResponse.SerializeToString,
+            ),
+            'ListQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueue,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueResponse.SerializeToString,
+            ),
+            'ChangeQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeQueue,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueResponse.SerializeToString,
+            ),
+            'ReloadConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadConfig,
+                    request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +225,87 @@ class Admin:
             '/forebay.v1.Admin/SetQueue',
             forebay__wire_dot_v1_dot_admin__pb2.SetQueueRequest.SerializeToString,
             forebay__wire_dot_v1_dot_admin__pb2.SetQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ListQueue',
+            forebay__wire_dot_v1_dot_admin__pb2.ListQueueRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.ListQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ChangeQueue',
+            forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.ChangeQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ReloadConfig',
+            forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_admin__pb2.ReloadConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,12 @@ class AdminStub:
     """The effective configuration, as TOML, secrets left out."""
     SetQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetQueueRequest, _admin_pb2.SetQueueResponse]
     """Holds or releases the drain, for all tiers or one."""
+    ListQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]
+    """What waits for the tiers, by checkpoint."""
+    ChangeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeQueueRequest, _admin_pb2.ChangeQueueResponse]
+    """Acts on checkpoints in the queues, on every tier: all of them are done, or none."""
+    ReloadConfig: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadConfigRequest, _admin_pb2.ReloadConfigResponse]
+    """Reads the configuration file again and applies what may change while the gateway runs; an invalid file changes nothing."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -45,6 +51,12 @@ class AdminAsyncStub(AdminStub):
     """The effective configuration, as TOML, secrets left out."""
     SetQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetQueueRequest, _admin_pb2.SetQueueResponse]  # type: ignore[assignment]
     """Holds or releases the drain, for all tiers or one."""
+    ListQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]  # type: ignore[assignment]
+    """What waits for the tiers, by checkpoint."""
+    ChangeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeQueueRequest, _admin_pb2.ChangeQueueResponse]  # type: ignore[assignment]
+    """Acts on checkpoints in the queues, on every tier: all of them are done, or none."""
+    ReloadConfig: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadConfigRequest, _admin_pb2.ReloadConfigResponse]  # type: ignore[assignment]
+    """Reads the configuration file again and applies what may change while the gateway runs; an invalid file changes nothing."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,6 +81,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetQueueResponse, _abc.Awaitable[_admin_pb2.SetQueueResponse]]:
         """Holds or releases the drain, for all tiers or one."""
+
+    @_abc_1.abstractmethod
+    def ListQueue(
+        self,
+        request: _admin_pb2.ListQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListQueueResponse, _abc.Awaitable[_admin_pb2.ListQueueResponse]]:
+        """What waits for the tiers, by checkpoint."""
+
+    @_abc_1.abstractmethod
+    def ChangeQueue(
+        self,
+        request: _admin_pb2.ChangeQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ChangeQueueResponse, _abc.Awaitable[_admin_pb2.ChangeQueueResponse]]:
+        """Acts on checkpoints in the queues, on every tier: all of them are done, or none."""
+
+    @_abc_1.abstractmethod
+    def ReloadConfig(
+        self,
+        request: _admin_pb2.ReloadConfigRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadConfigResponse, _abc.Awaitable[_admin_pb2.ReloadConfigResponse]]:
+        """Reads the configuration file again and applies what may change while the gateway runs; an invalid file changes nothing."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

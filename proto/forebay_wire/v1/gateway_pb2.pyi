@@ -207,11 +207,14 @@ class Receipt(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     size: _builtins.int
     crc32c: _builtins.int
     level: _builtins.str
     """what was reached: "cache" """
+    transient: _builtins.bool
+    """by policy this run stays in the cache and is never drained"""
     def __init__(
         self,
         *,
@@ -219,10 +222,11 @@ class Receipt(_message.Message):
         size: _builtins.int = ...,
         crc32c: _builtins.int = ...,
         level: _builtins.str = ...,
+        transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "level", b"level", "name", b"name", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "level", b"level", "name", b"name", "size", b"size", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,8 +612,11 @@ class CommitPartRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     metadata_json: _builtins.str
     """in the first message: a JSON object, "" for none; writer 0's stands in the manifest"""
+    kind: _builtins.str
+    """in the first message: "periodic", "final" or "preemption"; "" takes the policy's class"""
     @_builtins.property
     def part(self) -> Global___PartRef:
         """in the first message"""
@@ -624,10 +631,11 @@ class CommitPartRequest(_message.Message):
         part: Global___PartRef | None = ...,
         shards: _abc.Iterable[Global___ExpectedShard] | None = ...,
         metadata_json: _builtins.str = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_json", b"metadata_json", "part", b"part", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metadata_json", b"metadata_json", "part", b"part", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -955,7 +963,7 @@ class Level(_message.Message):
     level: _builtins.str
     """"cache" or a tier's name"""
     state: _builtins.str
-    """"complete", "incomplete", "draining", "pending", "evicted", "superseded", "skipped" """
+    """"complete", "incomplete", "draining", "pending", "evicted", "superseded", "skipped", "excluded" """
     bytes_done: _builtins.int
     bytes_total: _builtins.int
     reason: _builtins.str
@@ -992,6 +1000,8 @@ class Checkpoint(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
     session: _builtins.str
@@ -1004,6 +1014,10 @@ class Checkpoint(_message.Message):
     pinned: _builtins.bool
     metadata_json: _builtins.str
     reason: _builtins.str
+    kind: _builtins.str
+    """"periodic", "final" or "preemption" """
+    transient: _builtins.bool
+    """by policy it stays in the cache and is never drained"""
     @_builtins.property
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Missing]: ...
     @_builtins.property
@@ -1023,10 +1037,12 @@ class Checkpoint(_message.Message):
         pinned: _builtins.bool = ...,
         metadata_json: _builtins.str = ...,
         reason: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["levels", b"levels", "metadata_json", b"metadata_json", "missing", b"missing", "pinned", b"pinned", "reason", b"reason", "run", b"run", "session", b"session", "shard_count", b"shard_count", "size", b"size", "state", b"state", "step", b"step", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "levels", b"levels", "metadata_json", b"metadata_json", "missing", b"missing", "pinned", b"pinned", "reason", b"reason", "run", b"run", "session", b"session", "shard_count", b"shard_count", "size", b"size", "state", b"state", "step", b"step", "transient", b"transient", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,151 @@
+"""What an operator sees of the queues and says to single checkpoints in them.
+
+    hold, release, prio: marks on the checkpoint's row, which last -> every tier's order hears of it
+    retry: what waits after a failure is tried now
+    a pin: what was left out on a tier goes after all
+
+Owns the words and the marks. Holding a whole tier is the drain's own; what goes next is order.py's.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from forebay_gateway.catalog import ReadTxn, WriteTxn
+from forebay_gateway.core.errors import InvalidArgument, NotFound
+from forebay_gateway.core.records import CheckpointRow, PublishState
+from forebay_gateway.core.schedule import Entry
+from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.skip import skipped_count
+
+LISTED_MAX = 1000  # of each tier
+ACTIONS = ("hold", "release", "retry", "prio")
+
+Name = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A checkpoint in a tier's queue."""
+
+    tier: str
+    entry: Entry
+    size: int  # bytes not yet proved
+    held: bool
+    place: int  # among the prioritised, 1 or more; 0: it is none
+    why: str
+    next_in_s: float | None
+
+    @property
+    def id(self) -> str:
+        """As an operator names it."""
+        return f"{self.entry.run}@{self.entry.step}"
+
+
+class Queue:
+    """The queues of all tiers."""
+
+    def __init__(self, node: Node, drains: Mapping[str, Drain]) -> None:
+        self._node = node
+        self._drains = drains
+
+    async def listed(self) -> tuple[list[Waiting], dict[str, int]]:
+        """What waits, tier by tier, the prioritised first, then by class and commit; how many were left out on each."""
+        found: list[Waiting] = []
+        for name, drain in self._drains.items():
+            await drain.order.catch_up()  # while the tier is away its drain does not
+            entries = drain.order.entries()[:LISTED_MAX]
+            places = {entry.session_id: place for place, entry in enumerate(entries, 1) if entry.turn}  # they come first
+            with self._node.catalog.read() as txn:
+                found += [self._waiting(txn, name, entry, places.get(entry.session_id, 0)) for entry in entries]
+        with self._node.catalog.read() as txn:
+            return found, {name: skipped_count(txn, name) for name in self._drains}
+
+    def _waiting(self, txn: ReadTxn, tier: str, entry: Entry, place: int) -> Waiting:
+        _, _, proved, size = txn.session_progress(entry.session_id, tier)
+        row = txn.checkpoint(entry.run, entry.step)
+        in_s = max(0.0, entry.until_s - self._node.clock.monotonic()) if entry.until_s else None
+        held = row is not None and row.held
+        return Waiting(tier, entry, size - proved, held, place, self._why(tier, entry), in_s)
+
+    def _why(self, tier: str, entry: Entry) -> str:
+        monitored = self._node.tiers[tier]
+        if entry.state == "held":
+            return "held by an operator"
+        if monitored.held:
+            return "the tier is held by an operator"
+        if not monitored.usable:
+            return f"the tier is {monitored.state.value}"
+        if entry.state == "deferred":
+            return "held back by its cadence"
+        if entry.state == "paused":
+            return "to be tried again, or waiting for others"
+        if entry.state == "going":
+            return "on its way"
+        return "prioritised" if entry.turn else f"waits among the {entry.kind.name.lower()} ones"
+
+    async def change(self, action: str, ids: Sequence[str]) -> list[str]:
+        """Hold, release, retry or prioritise these, on every tier; their ids. None: all that wait, but for prio.
+
+        Raises InvalidArgument for what is no id, NotFound for what this node does not know; nothing is changed then.
+        """
+        if action not in ACTIONS:
+            raise InvalidArgument(f"a queue knows {', '.join(ACTIONS)}, not {action!r}")
+        if action == "prio" and not ids:
+            raise InvalidArgument("prio needs the checkpoints that go first; `forebay queue` lists them")
+        names = list(dict.fromkeys(map(_parse, ids))) if ids else await self._all(action)
+        sessions = await self._node.catalog.write(partial(_mark, action, names))
+        for session_id in sessions:
+            if action == "retry":
+                for drain in self._drains.values():
+                    drain.retry_session(session_id)
+            self._node.changes.tell(session_id)
+        if not ids and action == "retry":
+            for drain in self._drains.values():
+                drain.retry_now()
+            self._node.changes.tell()
+        return [f"{run}@{step}" for run, step in names]
+
+    async def _all(self, action: str) -> list[Name]:
+        names: dict[Name, None] = {}
+        for drain in self._drains.values():
+            await drain.order.catch_up()
+            names |= dict.fromkeys((entry.run, entry.step) for entry in drain.order.entries())
+        if action != "release":
+            return list(names)
+        with self._node.catalog.read() as txn:
+            return [name for name in names if (row := txn.checkpoint(*name)) is not None and row.held]
+
+    async def pinned(self, row: CheckpointRow) -> None:
+        """A pin was set or taken off: what is pinned now goes to the tiers on which it was left out, while it is here."""
+        with self._node.catalog.read() as txn:
+            now = txn.checkpoint(row.run, row.step)
+            sessions = [] if now is None else [session for number in now.session_ids if (session := txn.session(number))]
+        for session in sessions if now is not None and now.pinned else ():
+            for tier, state in session.publish.items():
+                if state is PublishState.SKIPPED and tier in self._drains:
+                    await self._drains[tier].order.unskip(session.id)
+        for session in sessions:
+            self._node.changes.tell(session.id)
+
+
+def _parse(text: str) -> Name:
+    run, _, step = text.rpartition("@")
+    if not run or not (step.isascii() and step.isdigit()) or int(step) >= 1 << 64:
+        raise InvalidArgument(f"a checkpoint in the queue is named RUN@STEP, not {text!r}; `forebay queue` lists them")
+    return run, int(step)
+
+
+def _mark(action: str, names: Collection[Name], txn: WriteTxn) -> list[int]:
+    sessions: list[int] = []
+    for run, step in names:
+        row = txn.checkpoint(run, step)
+        if row is None or row.deleting:
+            raise NotFound(f"no checkpoint {run}@{step} is known here; `forebay queue` lists what waits", run=run, step=step)
+        if action in ("hold", "release"):
+            txn.set_held(run, step, action == "hold")
+        elif action == "prio":
+            txn.set_turn(run, step)
+        sessions += row.session_ids
+    return sessions

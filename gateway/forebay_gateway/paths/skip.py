@@ -1,0 +1,150 @@
+"""Leaving a checkpoint out on one tier, and taking it back in: the acts in the catalog.
+
+    begin_skip: the session is SKIPPED there, with the reason -> skip_some, again and again: its copies leave the queue
+    pinned meanwhile -> unskip_some, again and again: its copies are PENDING again -> end_unskip: the session is, too
+
+Owns these acts, each part of one transaction, and what the catalog remembers of a run's cadence. Whoever finds queued copies of
+a session that is SKIPPED goes on with the first line, or, where it is pinned, with the second. Which checkpoint is left out is
+the scheduler's to say (order.py); here it is asked once more whether that may be.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from itertools import chain
+
+from forebay_gateway.catalog import ReadTxn, WriteTxn
+from forebay_gateway.core.records import PartState, PendingCopy, PublishState, SessionRow, ShardKey
+from forebay_gateway.core.schedule_rows import Kind
+from forebay_gateway.core.states import CopyEvent, CopyState
+from forebay_gateway.paths.wholeness import complete_at_cache
+
+COPIES_A_TRANSACTION = 2000
+
+
+def begin_skip(session_id: int, tier: str, reason: str, cadence: str, txn: WriteTxn) -> bool:
+    """The decision; False where it does not hold any more. `cadence` names the setting that counts it, "" for none."""
+    session = txn.session(session_id)
+    if session is None or not _may_be_left_out(txn, session, tier):
+        return False
+    txn.skip(session_id, tier, reason)
+    name = skipped_setting(tier)
+    txn.set_setting(name, b"%d" % (skipped_count(txn, tier) + 1))
+    if cadence and (taken := Taken.read(txn, cadence)) is not None:
+        taken.write(txn, cadence, skipped=taken.skipped + 1)
+    return True
+
+
+def _may_be_left_out(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    row = txn.checkpoint(session.run, session.step)
+    if row is None or row.deleting or row.pinned or row.held or row.turn:
+        return False
+    if session.kind is not Kind.PERIODIC or session.publish.get(tier) is not PublishState.PENDING:
+        return False
+    return not txn.session_progress(session.id, tier)[0] and _is_superseded(txn, session, tier)
+
+
+def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    """Whether a newer complete checkpoint of the run is on the tier or on its way there. It is a later step as a rule, so these
+    are looked at first."""
+    rows = chain(txn.checkpoints(session.run, session.step + 1), txn.checkpoints(session.run))
+    for row in rows:
+        for number in () if row.deleting else row.session_ids:
+            newer = txn.session(number)
+            if newer is None or newer.commit_seq <= session.commit_seq:
+                continue
+            state = newer.publish.get(tier)
+            whole = PublishState.COMPLETE in newer.publish.values() or complete_at_cache(txn, newer)
+            if state is PublishState.COMPLETE or (state is PublishState.PENDING and whole):
+                return True
+    return False
+
+
+def skip_some(session_id: int, tier: str, txn: WriteTxn) -> bool:
+    """The next copies of a SKIPPED session; whether there may be more. One that was pinned meanwhile is left as it is."""
+    session = txn.session(session_id)
+    row = None if session is None else txn.checkpoint(session.run, session.step)
+    if session is None or row is None or row.pinned or session.publish.get(tier) is not PublishState.SKIPPED:
+        return False
+    keys: list[ShardKey] = []
+    for part in txn.parts(session_id):
+        if part.state is not PartState.COMMITTED or part.is_adopted:
+            continue
+        for entry in txn.pending(tier, PendingCopy(part.commit_seq, ShardKey(0, 0))):
+            if entry.order != part.commit_seq or len(keys) >= COPIES_A_TRANSACTION:
+                break
+            copy = txn.copy(entry.key, tier)
+            if copy is not None and copy.state is CopyState.PENDING:
+                keys.append(entry.key)
+    for key in keys:
+        txn.copy_event(key, tier, CopyEvent.SKIP)
+    return len(keys) >= COPIES_A_TRANSACTION
+
+
+def unskip_some(session_id: int, tier: str, after: int, txn: WriteTxn) -> int | None:
+    """The next copies of a session that is to go there after all, from behind the shard id `after`; where to go on."""
+    rows = []
+    for row in txn.shards(session_id, after=after):
+        rows.append(row)
+        if len(rows) >= COPIES_A_TRANSACTION:
+            break
+    for row in rows:
+        copy = txn.copy(row.key, tier)
+        if copy is not None and copy.state is CopyState.SKIPPED:
+            txn.copy_event(row.key, tier, CopyEvent.UNSKIP)
+    return rows[-1].shard_id if len(rows) >= COPIES_A_TRANSACTION else None
+
+
+def end_unskip(session_id: int, tier: str, txn: WriteTxn) -> None:
+    """All its copies are queued again; where they are not (unpinned and left out once more meanwhile), it stays SKIPPED: what
+    is to be published must have a copy of every shard on its way."""
+    session = txn.session(session_id)
+    if session is None or session.publish.get(tier) is not PublishState.SKIPPED:
+        return
+    if txn.session_progress(session_id, tier)[1] == txn.session_sums(session_id).shards:
+        txn.unskip(session_id, tier)
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The newest checkpoint of a run that began to go to a tier: its commit, when (wall clock), how many were left out
+    since."""
+
+    commit_seq: int
+    wall_s: float
+    skipped: int = 0
+
+    @classmethod
+    def read(cls, txn: ReadTxn, name: str) -> "Taken | None":
+        """As the catalog has it."""
+        data = txn.setting(name)
+        return None if data is None else cls(*json.loads(data))
+
+    def write(self, txn: WriteTxn, name: str, skipped: int) -> None:
+        """Keep it."""
+        txn.set_setting(name, json.dumps([self.commit_seq, self.wall_s, skipped]).encode())
+
+
+def note_taken(txn: WriteTxn, name: str, commit_seq: int, wall_s: float) -> None:
+    """A checkpoint of the run begins to go. What is older than the one that went last changes nothing."""
+    known = Taken.read(txn, name)
+    if known is None or known.commit_seq < commit_seq:
+        Taken(commit_seq, wall_s).write(txn, name, 0)
+
+
+def cadence_setting(tier: str, run: str) -> str:
+    """Under which name the catalog keeps where a run's cadence stands. A run's name may be longer than a setting's."""
+    return f"cadence:{tier}:{hashlib.sha256(run.encode()).hexdigest()[:32]}"
+
+
+def skipped_setting(tier: str) -> str:
+    """Under which name the catalog keeps how many checkpoints were left out."""
+    return f"skipped:{tier}"
+
+
+def skipped_count(txn: ReadTxn, tier: str) -> int:
+    """How many checkpoints were left out on the tier so far."""
+    return int(txn.setting(skipped_setting(tier)) or 0)
