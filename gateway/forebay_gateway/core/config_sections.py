@@ -251,7 +251,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[[retain]]: what a tier keeps of the runs of a glob, which is what any of the keys asks for; the first that fits counts."""
+    """[[retain]]: what a tier keeps of the runs of a glob: whatever one of the keys asks for; the first that fits counts."""
 
     run: Annotated[str, _key("Runs that this is for, as `policy.run`.", "run glob", default="required")]
     tier: Annotated[str, _key("Tier that this is for; empty: each of them.", "tier or none")] = ""

@@ -84,6 +84,7 @@ class Node:
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    preemptions: int = 0  # under way: all that can wait waits for them
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     async def aside(self, size: int, act: Callable[[], T]) -> T:
