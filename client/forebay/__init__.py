@@ -25,6 +25,8 @@ from forebay.types import (
     Deletion,
     Level,
     Missing,
+    NotReached,
+    Preempted,
     Pressure,
     Receipt,
     RestoreSummary,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from forebay.background_checkpoint import BackgroundCheckpoint, PendingCommit
     from forebay.care import Care
     from forebay.pending import Pending
+    from forebay.preemption import Preemption
     from forebay.reader import Reader
     from forebay.writer import CheckpointWriter
 
@@ -72,9 +75,12 @@ __all__ = [
     "Level",
     "Missing",
     "NotFound",
+    "NotReached",
     "Pending",
     "PendingCommit",
     "PermissionDenied",
+    "Preempted",
+    "Preemption",
     "Pressure",
     "Reader",
     "Receipt",
@@ -103,6 +109,7 @@ _LAZY = {
     "Client": "forebay.api",
     "Pending": "forebay.pending",
     "PendingCommit": "forebay.background_checkpoint",
+    "Preemption": "forebay.preemption",
     "Reader": "forebay.reader",
 }
 

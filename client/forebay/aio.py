@@ -22,6 +22,7 @@ from forebay.types import (
     Checkpoint,
     CommitReceipt,
     Deletion,
+    Preempted,
     Pressure,
     QueueList,
     Receipt,
@@ -153,6 +154,10 @@ class AsyncClient:
     async def pressure(self) -> Pressure:
         """As Client.pressure."""
         return await self._threads.run(self._client.pressure)
+
+    async def preempt(self, deadline: float, run: str = "") -> tuple[Preempted, ...]:
+        """As Client.preempt."""
+        return await self._threads.run(self._client.preempt, deadline, run)
 
     async def open(self, run: str, step: int, *, source: str = "auto", lane: str = "auto") -> "AsyncReader":
         """As Client.open."""

@@ -17,7 +17,7 @@ from forebay.background_checkpoint import BackgroundCheckpoint
 from forebay.care import Care
 from forebay.connection import Connection
 from forebay.convert import record
-from forebay.errors import Incomplete, InvalidArgument, NotFound
+from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.lanes.fd import LANES
 from forebay.progress import byte_counter
 from forebay.reader import Reader, list_shards
@@ -26,6 +26,7 @@ from forebay.session import default_session
 from forebay.types import (
     Checkpoint,
     Deletion,
+    Preempted,
     Pressure,
     QueueEntry,
     QueueList,
@@ -43,6 +44,8 @@ from forebay_wire.v1 import admin_pb2
 from forebay_wire.v1 import gateway_pb2 as pb
 
 STREAMS_MAX = 64
+PREEMPT_S_MAX = 3600
+_ANSWER_S = 5.0  # beyond the deadline, for the answer to arrive
 _DELETE_TIMEOUT_S = 600.0
 _ONCE = RetryPolicy(admit_timeout_s=0.0, retry_timeout_s=0.0)
 
@@ -244,6 +247,31 @@ class Client:
     def pressure(self) -> Pressure:
         """How full the gateway's cache is, and how far behind its tiers are."""
         return record(self._call("GetPressure", pb.GetPressureRequest(), "ask for pressure"), Pressure)
+
+    def preempt(self, deadline: float, run: str = "") -> tuple[Preempted, ...]:
+        """This node is about to go: everything else waits for the newest complete checkpoint, and for what this node has of a
+        newer one that other nodes complete. `run` limits it to one run; otherwise it is each of which something is not out yet.
+
+        Returns when all are on all their tiers, at the latest `deadline` seconds from now: the newest first, each with the
+        levels that it reached and those that it did not. Empty: everything is out. Raises NotFound, Unavailable.
+        """
+        if run:
+            _check(run)
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 <= deadline <= PREEMPT_S_MAX:
+            raise InvalidArgument(f"deadline must be 0 to {PREEMPT_S_MAX} seconds from now, not {deadline!r}")
+        until_s = time.monotonic() + deadline
+        attempts = RetryPolicy(0.0, min(deadline, self._connection.policy.retry_timeout_s)).begin()
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            request = pb.PreemptRequest(deadline_s=left_s, run=run)
+            try:
+                answer = self._connection.call(
+                    lambda stubs: stubs.gateway.Preempt, request, "preempt", timeout_s=left_s + _ANSWER_S, policy=_ONCE
+                )
+            except ForebayError as error:
+                attempts.pause(error)
+                continue
+            return tuple(record(checkpoint, Preempted) for checkpoint in answer.checkpoints)
 
     # Restoring
 

@@ -26,6 +26,8 @@ _RECORDS: dict[type[Message], type[Any]] = {
     gateway_pb2.Run: types.Run,
     gateway_pb2.Pressure: types.Pressure,
     gateway_pb2.TierBacklog: types.TierBacklog,
+    gateway_pb2.Preempted: types.Preempted,
+    gateway_pb2.NotReached: types.NotReached,
     gateway_pb2.WaitResponse: types.WaitProgress,
     gateway_pb2.DeleteResponse: types.Deletion,
     admin_pb2.Status: types.Status,

@@ -69,6 +69,27 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
+class NotReached:
+    """A level that a checkpoint had not reached by the deadline, why, and how many bytes are left."""
+
+    level: str
+    reason: str
+    bytes_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """How far a checkpoint came by the deadline; `complete`: every writer's part is durable somewhere."""
+
+    run: str
+    step: int
+    session: str
+    complete: bool
+    reached: tuple[str, ...]
+    missed: tuple[NotReached, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommitReceipt:
     """A writer's part is promised at `level`.
 

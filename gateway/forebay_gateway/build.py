@@ -51,6 +51,8 @@ from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.order import promote
+from forebay_gateway.paths.preempt import Preemption
 from forebay_gateway.paths.queue import Queue
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
@@ -116,6 +118,7 @@ class Gateway:
         self._server: grpc.aio.Server | None = None
         self._sockets: list[Path] = []
         self._writes: WritePath | None = None
+        self._preemption: Preemption | None = None
         self._fd_socket: FdSocket | None = None
         self._metrics: MetricsEndpoint | None = None
         self._health_service = health.aio.HealthServicer()
@@ -164,7 +167,6 @@ class Gateway:
         leases = Leases(node, writes, reads, evictor)
         self._fd_socket = FdSocket(leases, SOCKET_MODE)
         many = ManyPath(node, reads, evictor)
-        paths = Paths(writes, SmallPath(node, writes), commits, finder, reads, many, Waiter(node, finder), retention, leases)
         watch = Health(node, node.clock, self._lag)
         drains: dict[str, Drain] = {}
         fleets, expiries = self._wire_shared(finder, retention)
@@ -173,6 +175,9 @@ class Gateway:
         queue = Queue(node, drains)
         retention.pinned = queue.pinned
         self.reloader = Reloader(node, self._read_again, [drain.order.reload for drain in drains.values()])
+        preemption = self._preemption = Preemption(node, partial(promote, node))
+        small, waiter = SmallPath(node, writes), Waiter(node, finder)
+        paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption)
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
         changing = [
@@ -307,13 +312,22 @@ class Gateway:
             self._stopped = asyncio.ensure_future(self._stop(grace_s))
         await asyncio.shield(self._stopped)
 
+    async def _newest_out(self, grace_s: float) -> None:
+        """Who stops us may be about to take the node: the newest complete checkpoint goes on, as far as it can by then."""
+        if self._preemption is None or not self._crew.is_running or self._catalog_failed.done():
+            return
+        for outcome in await self._preemption.run("", grace_s, while_it_can=True):
+            if outcome.missed:
+                session, missed = outcome.session, ",".join(level for level, _ in outcome.missed)
+                log.warning("not drained before the stop run=%s step=%s levels=%s", session.run, session.step, missed)
+
     async def _stop(self, grace_s: float) -> None:
         """In order: no new calls, streams and leases end, workers finish their step, movers and catalog end, the lock goes."""
         node = self.node
         for service in ("", *SERVICES):
             await self._health_service.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._server is not None:
-            await self._server.stop(grace_s)
+            await asyncio.gather(self._server.stop(grace_s), self._newest_out(grace_s))
         if self._fd_socket is not None:
             await self._fd_socket.close()
         if self._metrics is not None:

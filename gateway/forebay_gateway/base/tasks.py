@@ -112,6 +112,11 @@ class Crew:
         self._outcome: asyncio.Future[BaseException | None] | None = None  # None: stopped
         self._stopped = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its tasks were started, none has failed, and nobody has stopped them."""
+        return self._outcome is not None and not self._outcome.done() and not self._stopped
+
     def add(self, worker: "Worker | str", run: _Run | None = None) -> None:
         """Take a Worker, or a name and a coroutine function; a coroutine that returns has done its work and is no failure."""
         if self._stopped:

@@ -62,7 +62,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         _key("Mover processes that fetch for restores; each tier's drain has one of its own.", "whole number", low=1, high=16),
     ] = 1
     drain_timeout: Annotated[
-        float, _key("Time to finish work under way at SIGTERM before it is cancelled.", "duration", high=3600)
+        float,
+        _key(
+            "Time at SIGTERM for work under way and for the newest complete checkpoint to get out, before it is cancelled.",
+            "duration",
+            high=3600,
+        ),
     ] = 20.0
 
 

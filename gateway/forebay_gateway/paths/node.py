@@ -87,6 +87,7 @@ class Node:
     on_complete: list[Callable[[str, str, int], None]] = field(default_factory=list)  # told (tier, run, step) at each manifest
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     resting: dict[str, Callable[[int], bool]] = field(default_factory=dict)  # tier: whether a part waits by rule, see order.py
+    preemptions: int = 0  # under way: all that can wait waits for them
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     async def aside(self, size: int, act: Callable[[], T]) -> T:

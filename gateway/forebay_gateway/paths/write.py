@@ -179,7 +179,8 @@ class WritePath:
 
     def _tell_movers(self) -> None:
         """Whether drains should step back; above the soft watermark it is they that saves wait for."""
-        self._node.movers.saves(bool(self.open_streams) and self._node.budget.pressure().level == "ok")
+        node = self._node
+        node.movers.saves(bool(self.open_streams) and not node.preemptions and node.budget.pressure().level == "ok")
 
     async def settled(self, timeout_s: float) -> None:
         """Until every stream is sealed or undone, at most `timeout_s`. Others tell them to end."""

@@ -10,6 +10,7 @@ from forebay_gateway.cache.footer import BLOCK
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.records import CopyRow, NamedShard
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.preempt import Outcome
 from forebay_gateway.paths.view import CheckpointView
 from forebay_gateway.paths.write import PartRef, Receipt
 from forebay_wire.v1 import gateway_pb2 as pb
@@ -79,6 +80,22 @@ def file_layout(node: Node, chunk_size: int) -> pb.FileLayout:
         block_size=BLOCK,
         direct_io=node.cache.direct_io,
         progress_s=node.config.node.stream_timeout,
+    )
+
+
+def preempted(outcome: Outcome) -> pb.Preempted:
+    """How far a checkpoint came by a preemption's deadline."""
+    session = outcome.session
+    return pb.Preempted(
+        run=session.run,
+        step=session.step,
+        session=session.session,
+        complete=outcome.complete,
+        reached=outcome.reached,
+        missed=[
+            pb.NotReached(level=level, reason=progress.reason, bytes_left=progress.total - progress.done)
+            for level, progress in outcome.missed
+        ],
     )
 
 

@@ -19,6 +19,7 @@ from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import SHARDS_A_PAGE, let_go, page_of
+from forebay_gateway.paths.preempt import Preemption
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
@@ -55,6 +56,7 @@ class Paths:
     wait: Waiter
     retain: Retention
     leases: Leases
+    preempt: Preemption
 
 
 class GatewayService:
@@ -382,6 +384,14 @@ class GatewayService:
     async def GetPressure(self, request: pb.GetPressureRequest, context: Context) -> pb.Pressure:
         """See gateway.proto."""
         return encode.pressure(self._node)
+
+    @answers
+    async def Preempt(self, request: pb.PreemptRequest, context: Context) -> pb.PreemptResponse:
+        """See gateway.proto."""
+        if request.run:
+            self._check_run(request.run)
+        outcomes = await self._paths.preempt.run(request.run, request.deadline_s)
+        return pb.PreemptResponse(checkpoints=[encode.preempted(outcome) for outcome in outcomes])
 
     def _receipt(self, run: str, receipt: Receipt) -> pb.Receipt:
         return encode.receipt(receipt, self._node.policy(run).transient)

@@ -1475,6 +1475,117 @@ class Pressure(_message.Message):
 Global___Pressure: _TypeAlias = Pressure  # noqa: Y015
 
 @_typing.final
+class PreemptRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    deadline_s: _builtins.float
+    """from now"""
+    run: _builtins.str
+    """"": each run"""
+    def __init__(
+        self,
+        *,
+        deadline_s: _builtins.float = ...,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreemptRequest: _TypeAlias = PreemptRequest  # noqa: Y015
+
+@_typing.final
+class Preempted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    step: _builtins.int
+    session: _builtins.str
+    complete: _builtins.bool
+    """whole: every writer's part is durable somewhere, as far as this node knows"""
+    @_builtins.property
+    def reached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """levels, "cache" among them"""
+
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___NotReached]: ...
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        session: _builtins.str = ...,
+        complete: _builtins.bool = ...,
+        reached: _abc.Iterable[_builtins.str] | None = ...,
+        missed: _abc.Iterable[Global___NotReached] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "missed", b"missed", "reached", b"reached", "run", b"run", "session", b"session", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preempted: _TypeAlias = Preempted  # noqa: Y015
+
+@_typing.final
+class NotReached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BYTES_LEFT_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    reason: _builtins.str
+    bytes_left: _builtins.int
+    """of the parts known to this gateway"""
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        bytes_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_left", b"bytes_left", "level", b"level", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NotReached: _TypeAlias = NotReached  # noqa: Y015
+
+@_typing.final
+class PreemptResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Preempted]:
+        """newest commit first"""
+
+    def __init__(
+        self,
+        *,
+        checkpoints: _abc.Iterable[Global___Preempted] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreemptResponse: _TypeAlias = PreemptResponse  # noqa: Y015
+
+@_typing.final
 class ErrorDetail(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

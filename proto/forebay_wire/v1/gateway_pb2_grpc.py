@@ -124,6 +124,11 @@ class GatewayStub:
                 request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.GetPressureRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.Pressure.FromString,
                 _registered_method=True)
+        self.Preempt = channel.unary_unary(
+                '/forebay.v1.Gateway/Preempt',
+                request_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PreemptRequest.SerializeToString,
+                response_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PreemptResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServicer:
@@ -262,6 +267,14 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Preempt(self, request, context):
+        """The node is about to go: everything yields to the newest complete checkpoint of the run, or of each run that something is
+        still to be drained of. Answers as soon as these have reached all their tiers, at the latest at the deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -354,6 +367,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.GetPressure,
                     request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.GetPressureRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.Pressure.SerializeToString,
+            ),
+            'Preempt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preempt,
+                    request_deserializer=forebay__wire_dot_v1_dot_gateway__pb2.PreemptRequest.FromString,
+                    response_serializer=forebay__wire_dot_v1_dot_gateway__pb2.PreemptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -842,6 +860,33 @@ class Gateway:
             '/forebay.v1.Gateway/GetPressure',
             forebay__wire_dot_v1_dot_gateway__pb2.GetPressureRequest.SerializeToString,
             forebay__wire_dot_v1_dot_gateway__pb2.Pressure.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Preempt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Gateway/Preempt',
+            forebay__wire_dot_v1_dot_gateway__pb2.PreemptRequest.SerializeToString,
+            forebay__wire_dot_v1_dot_gateway__pb2.PreemptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,6 +85,10 @@ class GatewayStub:
     Pin: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.PinRequest, _gateway_pb2.PinResponse]
     Delete: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRequest, _gateway_pb2.DeleteResponse]
     GetPressure: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetPressureRequest, _gateway_pb2.Pressure]
+    Preempt: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.PreemptRequest, _gateway_pb2.PreemptResponse]
+    """The node is about to go: everything yields to the newest complete checkpoint of the run, or of each run that something is
+    still to be drained of. Answers as soon as these have reached all their tiers, at the latest at the deadline.
+    """
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
@@ -138,6 +142,10 @@ class GatewayAsyncStub(GatewayStub):
     Pin: _aio.UnaryUnaryMultiCallable[_gateway_pb2.PinRequest, _gateway_pb2.PinResponse]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRequest, _gateway_pb2.DeleteResponse]  # type: ignore[assignment]
     GetPressure: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetPressureRequest, _gateway_pb2.Pressure]  # type: ignore[assignment]
+    Preempt: _aio.UnaryUnaryMultiCallable[_gateway_pb2.PreemptRequest, _gateway_pb2.PreemptResponse]  # type: ignore[assignment]
+    """The node is about to go: everything yields to the newest complete checkpoint of the run, or of each run that something is
+    still to be drained of. Answers as soon as these have reached all their tiers, at the latest at the deadline.
+    """
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -296,5 +304,15 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetPressureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.Pressure, _abc.Awaitable[_gateway_pb2.Pressure]]: ...
+
+    @_abc_1.abstractmethod
+    def Preempt(
+        self,
+        request: _gateway_pb2.PreemptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.PreemptResponse, _abc.Awaitable[_gateway_pb2.PreemptResponse]]:
+        """The node is about to go: everything yields to the newest complete checkpoint of the run, or of each run that something is
+        still to be drained of. Answers as soon as these have reached all their tiers, at the latest at the deadline.
+        """
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -21,6 +21,7 @@ log = logging.getLogger("forebay.scrub")
 STEP_S = 1.0  # of the configured rate, in one step
 SAVE_S = 5.0  # at most this much work is repeated after a crash
 LOOK_S = 60.0
+YIELD_S = 5.0  # while the node is about to go
 
 
 class ScrubState(msgspec.Struct, kw_only=True):
@@ -87,6 +88,8 @@ class Pass(ABC):
 
     async def step(self) -> float | None:
         """A second's worth; the pause in seconds that keeps to the rate."""
+        if self._node.preemptions:
+            return YIELD_S
         if not self.state.running:
             if not self.state.ended_wall_s:
                 self.state.ended_wall_s = self._node.clock.wall()
