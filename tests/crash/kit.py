@@ -6,6 +6,7 @@ The driver plays a training job and is never restarted: its client outlives the 
 
 import asyncio
 import contextlib
+import os
 import random
 import threading
 import time
@@ -297,9 +298,9 @@ class Trainer:
         return [self.files_on_pfs()]
 
     def files_on_pfs(self) -> set[str]:
-        return {str(path.relative_to(self.pfs)) for path in self.pfs.rglob("*") if path.is_file() and not path.is_symlink()} - {
-            str(path.relative_to(self.pfs)) for path in self.pfs.rglob("current/**/*")
-        }
+        # By os.walk: a directory may go while this looks. It follows no links, so `current` is not gone into.
+        paths = (Path(directory, name) for directory, _, names in os.walk(self.pfs) for name in names)
+        return {str(path.relative_to(self.pfs)) for path in paths if not path.is_symlink()}
 
     def uploads(self) -> list[str]:
         """Multipart uploads that were begun and not ended; a directory knows none."""
