@@ -27,7 +27,8 @@ def stack() -> Iterator[ExitStack]:
 
 
 def bench_on(stack: ExitStack, directory: Path, disk: Mounted, **options: str) -> DiskBench:
-    bench = DiskBench(directory, disk.path, capacity="1GiB", **options)
+    found = os.statvfs(disk.path)  # as much as may be configured: it is the disk that is to be full first
+    bench = DiskBench(directory, disk.path, capacity=f"{found.f_blocks * found.f_frsize // MIB}MiB", **options)
     stack.callback(bench.gateway.close)
     bench.gateway.start()
     return bench
