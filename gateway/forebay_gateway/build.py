@@ -319,7 +319,7 @@ class Gateway:
         for outcome in await self._preemption.run("", grace_s, while_it_can=True):
             if outcome.missed:
                 session, missed = outcome.session, ",".join(level for level, _ in outcome.missed)
-                log.info("not drained before the stop, it is safe in the cache run=%s step=%s levels=%s", session.run, session.step, missed)
+                log.info("stopping; the rest waits in the cache run=%s step=%s levels=%s", session.run, session.step, missed)
 
     async def _stop(self, grace_s: float) -> None:
         """In order: no new calls, streams and leases end, workers finish their step, movers and catalog end, the lock goes."""
