@@ -1,6 +1,7 @@
 """Retention on tiers in memory: what goes and what stays, whose turn it is, and what any interruption leaves."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -8,11 +9,13 @@ import pytest
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
-from forebay_gateway.core.errors import NotFound, Unavailable
+from forebay_gateway.core.errors import NotFound, PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
+from forebay_gateway.core.states import CopyEvent
 from forebay_gateway.paths.care.finding import Severity
 from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
@@ -272,8 +275,144 @@ async def test_a_damaged_ledger_is_made_anew_and_nothing_is_taken_for_old(tmp_pa
         await node.look("r", apply=False)
     MemoryTier("pfs", store)._store(ledger_key("r"), b"\x00")
     async with Here(tmp_path, {"pfs": store}, "b", LAST_2) as other:
+        with pytest.raises(Busy):  # somebody may be at work
+            await other.look("r")
+        await other.clock.advance(TTL_S + 1)
         await other.look("r")
         assert other.on_tier("r") == [1, 2, 3]
+
+
+async def test_what_a_newer_release_has_written_is_left_to_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        document = b'{"format": "forebay.retain.2", "run": "r", "owners": ["b"]}'
+        MemoryTier("pfs", store)._store(ledger_key("r"), document)
+        with pytest.raises(Unsupported, match="newer release"):
+            await node.look("r")
+        assert store.objects[ledger_key("r")].data == document
+        assert node.on_tier("r") == [1, 2, 3]
+
+
+@pytest.mark.expected_logs("ledger of retention is damaged")
+@pytest.mark.parametrize("names", [[-1, "a"], [2**64, "a"], [1, "../../b"]])
+async def test_a_ledger_with_names_that_cannot_be_harms_no_gateway(tmp_path: Path, names: list[object]) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        document = msgspec.json.encode({"format": "forebay.retain", "run": "r", "going": [names]})
+        MemoryTier("pfs", store)._store(ledger_key("r"), document)
+        assert await node.expiries["pfs"].step() is not None
+
+
+# -- what is foreign, damaged or forbidden ---------------------------------------------------------------------------------
+
+
+def copied(store: MemoryStore, source: str, target: str) -> None:
+    for key in [key for key in store.objects if key.startswith(f"{source}/")]:
+        store.objects[target + key.removeprefix(source)] = store.objects[key]
+
+
+@pytest.mark.expected_logs("manifest that is damaged, or not this one")
+async def test_a_copied_run_or_step_never_takes_the_original_s_files_with_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", '[[retain]]\nrun = "copy"\nkeep_last = 1\n') as node:
+        await node.save("r", 1)
+        original = below(store, "r", 1)
+        copied(store, "r", "copy")
+        await node.look("copy")
+        await node.save("copy", 2)
+        await node.look("copy")
+        assert below(store, "r", 1) == original
+        copied(store, "copy/step-000000000002", "copy/step-000000000003")
+        await node.look("copy")
+        assert node.on_tier("copy") == [1, 2, 3]
+
+
+@pytest.mark.expected_logs("manifest that is damaged, or not this one", "a manifest is damaged")
+async def test_nothing_goes_for_the_sake_of_a_manifest_that_was_damaged_since(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, keys='[[retain]]\nrun = "**"\nkeep_last = 1\n') as node:
+        await node.save("r", 1, 2)
+        await node.look("r", apply=False)
+        MemoryTier("pfs", store)._store("r/step-000000000002/manifest.json", b"\x00" * 100)
+        fates = await node.look("r")
+        assert node.on_tier("r") == [1, 2], fates
+        await node.save("r", 3)
+        await node.look("r")
+        assert node.on_tier("r") == [2, 3]
+
+
+async def test_nothing_goes_for_the_sake_of_copies_known_to_be_bad_or_of_what_is_being_deleted(tmp_path: Path) -> None:
+    async with Here(tmp_path, {"pfs": MemoryStore()}, keys='[[retain]]\nrun = "**"\nkeep_last = 1\n') as node:
+        await node.save("r", 1, 2)
+        with node.node.catalog.read() as txn:
+            session = txn.find_session("r", 2, "s")
+            assert session is not None
+            keys = [row.key for row in txn.shards(session.id)]
+        lost = partial(copy_lost, tier="pfs", event=CopyEvent.MISMATCH, error="flipped", required=["pfs"])
+        await node.node.catalog.write(lambda txn: lost(txn, keys[0]))
+        fates = await node.look("r")
+        assert node.on_tier("r") == [1, 2]
+        assert "damaged" in fates[1].reason
+        await node.save("r", 3)
+        await node.node.catalog.write(lambda txn: txn.mark_deleting("r", 3))
+        fates = await node.look("r")
+        assert node.on_tier("r") == [1, 2, 3]
+        assert "being deleted" in fates[2].reason
+
+
+@pytest.mark.expected_logs("retention cannot work on a run")
+async def test_a_tier_that_lets_nothing_be_deleted_still_takes_what_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def denied(tier: MemoryTier, key: str) -> None:
+        raise PermissionDenied("no deletion here", tier=tier.name)
+
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
+        await node.save("q", 1, 2, 3)
+        await node.save("r", 1, 2, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryTier, "delete", denied)
+            await node.expiries["pfs"].step()
+        assert node.node.tiers["pfs"].usable
+        what, _ = node.node.alarms["retain-pfs"]
+        assert "2 of the runs" in what and "no deletion here" in what
+        await node.clock.advance(LOOK_S)
+        await node.expiries["pfs"].step()
+        assert node.on_tier("q") == node.on_tier("r") == [2, 3]
+        assert "retain-pfs" not in node.node.alarms
+
+
+async def test_a_pin_made_while_the_tier_was_away_is_told_at_the_next_look(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with (
+        Here(tmp_path, {"pfs": store}, "a", LAST_2) as one,
+        Here(tmp_path, {"pfs": store}, "b", LAST_2) as other,
+    ):
+        await one.save("r", 1, 2)
+        await one.look("r")
+        one.node.tiers["pfs"].failed(Unavailable("away"))
+        await one.retention.pin("r", 1, True)
+        await one.node.tiers["pfs"].step()
+        await one.look("r")  # nothing would go here
+        await other.look("r")
+        await other.save("r", 3, 4)
+        await other.look("r")
+        assert other.on_tier("r") == [1, 3, 4]
+
+
+async def test_a_node_that_lost_its_catalog_takes_no_pin_of_its_own_back(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path / "before", {"pfs": store}, "a", LAST_2) as node:
+        await node.save("r", 1, 2)
+        await node.retention.pin("r", 1, True)
+    async with Here(tmp_path / "after", {"pfs": store}, "a", LAST_2) as node:  # on a new disk
+        await node.save("r", 3, 4)
+        await node.look("r")
+        assert 1 in node.on_tier("r")
+        assert [key for key in store.objects if key.startswith(pins_dir("r"))]
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------------

@@ -46,17 +46,18 @@ async def _tell(node: Node, tier: MonitoredTier, run: str, step: int, pinned: bo
     return ledger is not None and any(entry.step == step for entry in ledger.going)
 
 
-async def pinned_steps(node: Node, tier: MonitoredTier, run: str, *, sync: bool = False) -> set[int]:
-    """Steps that this node or another has pinned. With `sync` the tier is told of this node's own. Raises as the tier does."""
+async def pinned_steps(node: Node, tier: MonitoredTier, run: str) -> set[int]:
+    """Steps that this node or another has pinned. The tier is told of this node's own, where it was away when they were pinned:
+    another node must know before it acts. Raises as the tier does."""
     with node.catalog.read() as txn:
-        mine = {row.step for row in txn.checkpoints(run) if row.pinned}
+        known = {row.step: row for row in txn.checkpoints(run)}
+    mine = {step for step, row in known.items() if row.pinned}
     listing = await tier.tier.list(pins_dir(run))
     keys = {info.key for info in listing.objects}
-    if sync:
-        told = {step for key in keys if (step := parse_pin_key(key)) is not None and key == pin_key(run, step, node.id)}
-        for step in mine - told:
-            await tier.tier.put_small(pin_key(run, step, node.id), node.id.encode())
-        for step in told - mine:
-            await tier.tier.delete(pin_key(run, step, node.id))
-            keys.discard(pin_key(run, step, node.id))
+    told = {step for key in keys if (step := parse_pin_key(key)) is not None and key == pin_key(run, step, node.id)}
+    for step in mine - told:
+        await tier.tier.put_small(pin_key(run, step, node.id), node.id.encode())
+    for step in (told - mine) & known.keys():
+        await tier.tier.delete(pin_key(run, step, node.id))
+        keys.discard(pin_key(run, step, node.id))
     return mine | {step for key in keys if (step := parse_pin_key(key)) is not None}

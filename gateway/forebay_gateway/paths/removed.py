@@ -36,9 +36,9 @@ async def was_removed(node: Node, tier: MonitoredTier, session: SessionRow) -> b
         return False
     try:
         document, _ = await tier.tier.get_small(ledger_key(session.run))
+        ledger = read_ledger(document, session.run)
     except ForebayError:
         return False
-    ledger = read_ledger(document, session.run)
     return ledger is not None and ledger.has_dropped((session.step, session8(session.session)))
 
 
