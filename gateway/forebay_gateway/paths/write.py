@@ -275,7 +275,7 @@ class WritePath:
     async def grow(self, reservation: Reservation, size: int) -> None:
         """For a stream whose length is not known. Raises CacheFull."""
         try:
-            await self.admitter.grow(reservation, size)
+            await self.admitter.grow(reservation, size, self.growth_bytes)
         finally:
             self._tell_movers()
 
@@ -383,7 +383,7 @@ class Incoming:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
         with self._path._node.disk_refusals_shown():
             if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
-                await self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
+                await self._path.grow(self._admitted.reservation, more)
             self._offset = end
             await self._writer.write_chunk(crc, data)
         await self._path.admitter.slow_chunk(len(data), self._part.run)
