@@ -10,6 +10,7 @@ import pytest
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.errors import NotFound, PermissionDenied, Unavailable, Unsupported
+from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
 from forebay_gateway.core.states import CopyEvent
@@ -18,6 +19,7 @@ from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
 from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
+from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
 from paths.nodes_kit import Here
 from soak.figures import failpoints as all_failpoints
@@ -452,6 +454,40 @@ async def test_what_was_saved_again_meanwhile_stays(tmp_path: Path) -> None:
         await node.look("r")
         assert node.on_tier("r") == [1, 3]
         assert ledger_of(store, "r").entries[-1].step == 1
+
+
+async def test_a_step_saved_again_at_the_moment_of_its_removal_is_complete_only_once_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with (
+        Here(tmp_path, {"pfs": store}, "a", LAST_2) as one,
+        Here(tmp_path, {"pfs": store}, "b", LAST_2) as other,
+    ):
+        await other.save("r", 1)
+        await other.look("r", apply=False)
+        await other.save("r", 2, 3)
+        await one.commit("r", 1, session="again")
+        await one.completions["pfs"].step()  # sees what stands there before it
+        await one.drains["pfs"].step()
+        real, replaced = MemoryTier.head, False
+
+        async def head(tier: MemoryTier, key: str) -> ObjectInfo:
+            nonlocal replaced
+            info = await real(tier, key)
+            if key == manifest_key("r", 1) and not replaced:  # between the look at the manifest and its deletion
+                replaced = True
+                one.completions["pfs"]._look_at_all_s = float("-inf")
+                await one.completions["pfs"].step()
+                assert store.objects[key].tag != info.tag
+            return info
+
+        monkeypatch.setattr(MemoryTier, "head", head)
+        await other.look("r")
+        assert replaced
+        await one.drain("pfs")
+        assert one.state("r", 1) is PublishState.COMPLETE
+        assert one.on_tier("r") == [1, 2, 3]
 
 
 async def test_a_deletion_by_hand_in_the_middle_is_no_trouble(tmp_path: Path) -> None:

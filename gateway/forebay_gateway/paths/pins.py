@@ -6,7 +6,7 @@
 Owns the documents below `.forebay/pins`. The catalog's own pins and what outlives it are marks.py's.
 """
 
-from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.retention import ledger_key, parse_pin_key, pin_key, pins_dir, read_ledger, rule_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -38,11 +38,16 @@ async def _tell(node: Node, tier: MonitoredTier, run: str, step: int, pinned: bo
         await tier.tier.delete(key)
         return False
     await tier.tier.put_small(key, node.id.encode())
+    return await is_going(tier, run, step)
+
+
+async def is_going(tier: MonitoredTier, run: str, step: int) -> bool:
+    """Whether the run's ledger says that something under this step is just being removed. Raises as the tier does."""
     try:
         document, _ = await tier.tier.get_small(ledger_key(run))
-    except NotFound:
+        ledger = read_ledger(document, run)
+    except (NotFound, Unsupported):  # what a newer release does, it does by its own rules
         return False
-    ledger = read_ledger(document, run)
     return ledger is not None and any(entry.step == step for entry in ledger.going)
 
 
