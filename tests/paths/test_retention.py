@@ -15,7 +15,7 @@ from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
 from forebay_gateway.core.states import CopyEvent
 from forebay_gateway.paths.care.finding import Severity
-from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.expire import LOOK_S, READ_LATELY_S, TTL_S, Busy
 from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
@@ -112,6 +112,18 @@ async def test_a_successor_that_is_no_longer_there_does_not_count(tmp_path: Path
         del store.objects["r/step-000000000002/manifest.json"]  # its shards are there
         await node.look("r")
         assert node.on_tier("r") == [1]
+
+
+async def test_what_is_being_restored_here_stays_meanwhile(tmp_path: Path) -> None:
+    async with Here(tmp_path, {"pfs": MemoryStore()}, keys=LAST_2) as node:
+        await node.save("r", 1, 2)
+        await node.reads.locate("r", 1, "", "a.bin")
+        await node.save("r", 3)
+        fates = await node.look("r")
+        assert node.on_tier("r") == [1, 2, 3] and "being read" in fates[0].reason
+        await node.clock.advance(READ_LATELY_S)
+        await node.look("r")
+        assert node.on_tier("r") == [2, 3]
 
 
 async def test_keep_for_goes_by_the_tier_s_own_clock(tmp_path: Path) -> None:

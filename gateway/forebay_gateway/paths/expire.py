@@ -60,6 +60,7 @@ TTL_S = 120.0
 TTL_S_MAX = 3600.0  # whatever a document says
 GOING_MAX = 64  # checkpoints in one go, so that the ledger is held for a bounded time
 PROVED_MAX = 64
+READ_LATELY_S = 900.0  # a restore asks for one shard after the other
 RUNS_REMEMBERED_MAX = 10_000
 OF_ONE_RUN = (*OF_ONE_OBJECT, PermissionDenied)  # a tier that lets nothing be deleted still takes what drains
 
@@ -306,6 +307,7 @@ class Expiry:
         soon gone themselves, or some copy of theirs is known to be bad."""
         protected: dict[Name, str] = {}
         doubtful: dict[Name, str] = {}
+        now_s = self._node.clock.monotonic()
         with self._node.catalog.read() as txn:
             for entry in (entry for group in groups for entry in group):
                 row = txn.checkpoint(run, entry.step)
@@ -315,6 +317,8 @@ class Expiry:
                     waits = [name for name, state in session.publish.items() if state is PublishState.PENDING]
                     if waits:
                         protected[entry.name] = f"it is on its way to {', '.join(sorted(waits))}"
+                    if now_s - self._node.read_s.get(session.id, float("-inf")) < READ_LATELY_S:
+                        protected[entry.name] = "it is being read here"
                     if session8(session.session) == entry.session and self._has_bad_copies(txn, session):
                         doubtful[entry.name] = "copies of it here are damaged or gone"
         return protected, doubtful
