@@ -11,12 +11,14 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.errors import NotFound, PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.layout import manifest_key
-from forebay_gateway.core.records import PublishState
+from forebay_gateway.core.records import CheckpointRow, PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
 from forebay_gateway.core.states import CopyEvent
 from forebay_gateway.paths.care.finding import Severity
-from forebay_gateway.paths.expire import LOOK_S, READ_LATELY_S, TTL_S, Busy
+from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.safety import copy_lost
+from forebay_gateway.paths.standing import READ_LATELY_S
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.base import ObjectInfo
@@ -255,6 +257,44 @@ async def test_a_holder_that_was_stopped_for_long_does_nothing_more(tmp_path: Pa
         with pytest.raises(Busy):
             await node.look("r")
         assert node.on_tier("r") == [1, 2, 3]
+
+
+async def test_a_holder_whose_clock_stood_still_meanwhile_does_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        real = failpoints.hit
+
+        def paused(name: str) -> None:
+            real(name)
+            if name == "expire.kept_aside":
+                ledger = ledger_of(store, "r")
+                put_ledger(store, msgspec.structs.replace(ledger, owner="b", token="t", turn=ledger.turn + 1))
+
+        monkeypatch.setattr(failpoints, "hit", paused)
+        with pytest.raises(Busy):
+            await node.look("r")
+        assert node.on_tier("r") == [1, 2, 3]
+
+
+async def test_a_catalog_that_cannot_follow_just_now_says_nothing_of_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pinned_meanwhile(retention: Retention, row: CheckpointRow) -> None:
+        raise Unavailable("the checkpoint was pinned meanwhile")
+
+    async with Here(tmp_path, {"pfs": MemoryStore()}, "a", LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(Retention, "_mark", pinned_meanwhile)
+            await node.expiries["pfs"].step()
+        assert node.node.tiers["pfs"].usable
+        assert node.known("r") == [1, 2, 3] and node.on_tier("r") == [2, 3]
+        await node.clock.advance(LOOK_S)
+        await node.expiries["pfs"].step()
+        assert node.known("r") == [2, 3]
 
 
 async def test_who_was_slower_leaves_the_other_s_work_alone(tmp_path: Path) -> None:

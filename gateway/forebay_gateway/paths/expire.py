@@ -21,12 +21,10 @@ from msgspec.structs import replace
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.recent import Recent
-from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.config_sections import RetainConfig
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, PermissionDenied, Unavailable
 from forebay_gateway.core.fleet import Sighting, look, unchanged_s
 from forebay_gateway.core.layout import current_key, manifest_key, parse_step_dir, part_key, shard_key
-from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.core.retention import (
     GONE_MAX,
     Entry,
@@ -47,6 +45,7 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pins import pinned_steps
 from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import DELETES_A_CALL
+from forebay_gateway.paths.standing import known
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import OF_ONE_OBJECT, MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -60,7 +59,6 @@ TTL_S = 120.0
 TTL_S_MAX = 3600.0  # whatever a document says
 GOING_MAX = 64  # checkpoints in one go, so that the ledger is held for a bounded time
 PROVED_MAX = 64
-READ_LATELY_S = 900.0  # a restore asks for one shard after the other
 RUNS_REMEMBERED_MAX = 10_000
 OF_ONE_RUN = (*OF_ONE_OBJECT, PermissionDenied)  # a tier that lets nothing be deleted still takes what drains
 
@@ -200,7 +198,7 @@ class Expiry:
         there = await self._steps(run)
         completed = set(self._completed.get(run, ()))
         groups = await self._with_news(run, ledger, there, completed)
-        protected, doubtful = self._known(run, groups)
+        protected, doubtful = known(self._node, self._tier.name, run, groups)
         pinned = await pinned_steps(self._node, self._tier, run)
         # At the end of all times everything has its age: what could go at all.
         likely = any(verdict.goes for verdict in decide(rule, groups, float("inf"), protected, pinned, doubtful))
@@ -302,33 +300,6 @@ class Expiry:
             sessions = [session for row in txn.checkpoints(run) for session in sessions_of(txn, row)]
         return {(each.step, session8(each.session)): each.commit_seq for each in sessions if each.commit_seq}
 
-    def _known(self, run: str, groups: Groups) -> tuple[dict[Name, str], dict[Name, str]]:
-        """What this node's catalog says: those that stay, and why; those for whose sake, moreover, no other may go, as they are
-        soon gone themselves, or some copy of theirs is known to be bad."""
-        protected: dict[Name, str] = {}
-        doubtful: dict[Name, str] = {}
-        now_s = self._node.clock.monotonic()
-        with self._node.catalog.read() as txn:
-            for entry in (entry for group in groups for entry in group):
-                row = txn.checkpoint(run, entry.step)
-                if row is not None and row.deleting:
-                    doubtful[entry.name] = "it is being deleted"
-                for session in [] if row is None else sessions_of(txn, row):
-                    waits = [name for name, state in session.publish.items() if state is PublishState.PENDING]
-                    if waits:
-                        protected[entry.name] = f"it is on its way to {', '.join(sorted(waits))}"
-                    if now_s - self._node.read_s.get(session.id, float("-inf")) < READ_LATELY_S:
-                        protected[entry.name] = "it is being read here"
-                    if session8(session.session) == entry.session and self._has_bad_copies(txn, session):
-                        doubtful[entry.name] = "copies of it here are damaged or gone"
-        return protected, doubtful
-
-    def _has_bad_copies(self, txn: ReadTxn, session: SessionRow) -> bool:
-        if session.publish.get(self._tier.name) is not PublishState.COMPLETE:
-            return False
-        verified, copies, _, _ = txn.session_progress(session.id, self._tier.name)
-        return verified < copies
-
     # -- the ledger is this node's -------------------------------------------------------------------------------------
 
     async def _take(self, ledger: Ledger, tag: str) -> _Hold:
@@ -390,7 +361,7 @@ class Expiry:
         """Those that stay and for whose sake others go are proved to be there, whole."""
         run = hold.ledger.run
         pinned = await pinned_steps(self._node, self._tier, run)
-        protected, doubtful = self._known(run, hold.ledger.groups)
+        protected, doubtful = known(self._node, self._tier.name, run, hold.ledger.groups)
         proved = set[Name]()
         while True:
             groups = hold.ledger.groups
@@ -450,6 +421,8 @@ class Expiry:
             if entry.step in await pinned_steps(self._node, self._tier, run):
                 await self._tier.tier.delete(aside)
                 return KEPT
+            if (await self._tier.tier.head(ledger_key(run))).tag != hold.tag:  # a machine's pause may not show in its clocks
+                raise Busy(self._tier.name, run)
             if (await self._tier.tier.head(key)).tag != there[2]:
                 await self._tier.tier.delete(aside)
                 return REPLACED
