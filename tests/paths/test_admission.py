@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from forebay.errors import CacheFull, Unavailable
+from forebay.errors import InvalidArgument as InvalidArgumentThere
 from forebay_gateway.admission.curve import SLOWEST_BYTES_PER_S
 from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.layout import CacheDir
@@ -260,6 +261,16 @@ async def test_a_stream_that_grows_lets_verified_data_go_and_is_told_what_never_
             await admitter.grow(growing, budget.capacity)
         await admitter.grow(growing, MIB, budget.capacity)  # then no more than is needed
         growing.release()
+
+
+async def test_a_small_quota_takes_small_streams_of_unknown_length(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("held", 1, session="s", lane="stream") as part:
+            with pytest.raises(InvalidArgumentThere, match="quota"):
+                await part.put("y", iter([b"y" * MIB] * 3))
+            assert (await part.put("x", iter([b"x" * 1000, b"y" * MIB]))).size == MIB + 1000
+            await part.commit()
+        await until(lambda: gateway.node.budget.quotas.held("held") == 0)
 
 
 async def test_a_quota_counts_once_the_configuration_was_read_again(tmp_path: Path, root: Path) -> None:

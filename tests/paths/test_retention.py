@@ -21,7 +21,7 @@ from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.standing import READ_LATELY_S
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
-from forebay_gateway.tiers.base import ObjectInfo
+from forebay_gateway.tiers.base import ObjectInfo, StorageFull
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
 from paths.nodes_kit import Here
 from soak.figures import failpoints as all_failpoints
@@ -621,3 +621,11 @@ async def test_the_background_finds_runs_of_other_nodes_and_waits_its_turn(tmp_p
         assert pause_s is not None
         assert 0 < pause_s <= 10
         assert one.on_tier("r") == [3, 4, 5, 6]
+
+
+async def test_a_tier_that_is_full_is_freed_by_a_deletion(tmp_path: Path) -> None:
+    async with Here(tmp_path, {"pfs": MemoryStore()}) as node:
+        await node.save("r", 1, 2)
+        node.node.tiers["pfs"].failed(StorageFull("no space left"))
+        gone = await node.retention.delete("r", 1, force=False, dry_run=False)
+        assert gone.pending == () and node.on_tier("r") == node.known("r") == [2]

@@ -172,7 +172,7 @@ class Expiry:
         self._node.alarms.pop(alarm, None)
         for one, why in list(self._refused.items())[:1]:
             what = f"retention cannot work on {len(self._refused)} of the runs on tier {self._tier.name}, one is {one}: {why}"
-            self._node.alarms[alarm] = (what, "give this node the right to delete there, or take the rule away")
+            self._node.alarms[alarm] = (what, "mend that, often the right to delete there, or take the rule away")
 
     async def runs(self) -> list[str]:
         """All that a rule is for: those of this catalog, and those noted on the tier."""

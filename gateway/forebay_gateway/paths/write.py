@@ -143,12 +143,17 @@ class WritePath:
         claim = self.claim(session_id, part, name)
         try:
             chunk_size = self._node.config.cache.chunk_size
-            wanted = disk_size(self.growth_bytes if size is None else size, chunk_size)
+            wanted = disk_size(self._first_bytes(part.run) if size is None else size, chunk_size)
             reservation = await self.reserve(wanted, part, wait_s)
         except BaseException:
             claim.close()
             raise
         return Admission(ShardKey(session_id, self._node.catalog.new_id()), reservation, claim)
+
+    def _first_bytes(self, run: str) -> int:
+        """For a stream whose length is not known: a small quota must not keep all such streams out."""
+        quota = self._node.budget.quotas.limit_of(run)
+        return self.growth_bytes if quota is None else min(self.growth_bytes, quota // 4)
 
     def claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
         """One stream a name at a time."""
