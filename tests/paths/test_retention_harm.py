@@ -223,6 +223,21 @@ async def test_a_step_saved_again_at_the_moment_of_its_removal_is_complete_only_
         assert one.on_tier("r") == [1, 2, 3]
 
 
+async def test_a_name_that_was_saved_anew_has_not_gone_and_its_damage_is_damage(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        await node.look("r")
+        assert ledger_of(store, "r").gone
+        await node.save("r", 1)  # the job went back, in the same session
+        await node.look("r")
+        assert 1 in node.on_tier("r") and 1 not in [step for step, _ in ledger_of(store, "r").gone]
+        del store.objects["r/step-000000000001/manifest.json"]
+        rest = below(store, "r", 1)
+        await node.look("r")
+        assert rest and below(store, "r", 1) == rest  # nothing more is deleted for a manifest that got lost
+
+
 async def test_a_tier_that_is_full_is_freed_by_a_deletion(tmp_path: Path) -> None:
     async with Here(tmp_path, {"pfs": MemoryStore()}) as node:
         await node.save("r", 1, 2)

@@ -205,7 +205,9 @@ class Expiry:
         verdicts = decide(rule, groups, None, protected, pinned, doubtful)
         outcomes: dict[Name, str] = {}
         if likely or ledger.going or groups != ledger.groups:
-            hold = await self._take(replace(ledger, groups=groups), tag)
+            here = {entry.name for group in groups for entry in group}
+            gone = tuple(name for name in ledger.gone if name not in here)  # what was saved anew has not gone
+            hold = await self._take(replace(ledger, groups=groups, gone=gone), tag)
             try:
                 verdicts, outcomes = await self._act(rule, hold, apply)
             finally:
