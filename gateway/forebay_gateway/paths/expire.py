@@ -60,6 +60,7 @@ TTL_S_MAX = 3600.0  # whatever a document says
 GOING_MAX = 64  # checkpoints in one go, so that the ledger is held for a bounded time
 PROVED_MAX = 64
 RUNS_REMEMBERED_MAX = 10_000
+WHOLE_REMEMBERED_MAX = 10_000
 OF_ONE_RUN = (*OF_ONE_OBJECT, PermissionDenied)  # a tier that lets nothing be deleted still takes what drains
 
 
@@ -115,6 +116,7 @@ class Expiry:
         self._seen: Recent[str, Sighting] = Recent(RUNS_REMEMBERED_MAX)
         self._due: dict[str, float] = {}
         self._completed: dict[str, set[int]] = {}  # steps that were completed here since the last look at their run
+        self._whole: Recent[tuple[str, Name], str] = Recent(WHOLE_REMEMBERED_MAX)  # manifests that were read, their versions
         self._refused: dict[str, str] = {}  # runs that could not be looked at, and why
         self._look_at_all_s = float("-inf")
         self.tally = Tally()
@@ -272,9 +274,11 @@ class Expiry:
         found = await self._manifest(manifest_key(run, step), run, step)
         if found is None:
             return None
-        manifest, committed_s, _, _ = found
+        manifest, committed_s, tag, _ = found
         size = sum(file.size for _, file, _ in manifest.files())
-        return Entry(step, session8(manifest.session), committed_s, manifest_is_final(manifest), size)
+        entry = Entry(step, session8(manifest.session), committed_s, manifest_is_final(manifest), size)
+        self._whole[run, entry.name] = tag
+        return entry
 
     async def _manifest(self, key: str, run: str, step: int) -> tuple[Manifest, float | None, str, bytes] | None:
         """(manifest, when it was written by the tier's clock, version, document). None also for one of another checkpoint:
@@ -372,21 +376,25 @@ class Expiry:
                 return verdicts
             counted = [verdict.entry for verdict in verdicts if verdict.entry.name not in doubtful]
             newest = counted[-min(PROVED_MAX, max(rule.keep_last or 1, len(groups[-1]))) :]
-            found = {entry.name: await self._entry(run, entry.step) for entry in newest if entry.name not in proved}
-            if all(other is not None and other.name == name for name, other in found.items()):
+            stand = {entry.name: await self._stands(run, entry) for entry in newest if entry.name not in proved}
+            proved |= {name for name, stands in stand.items() if stands}
+            if stand.keys() <= proved:
                 return verdicts
-            proved |= {name for name, other in found.items() if other is not None and other.name == name}
-            there = {name for name in found.keys() - proved if await self._is_there(run, name[0])}
-            doubtful |= dict.fromkeys(there, "its manifest here is damaged, or of another session")
-            gone = found.keys() - proved - there
+            damaged = [name for name, stands in stand.items() if stands is False]
+            doubtful |= dict.fromkeys(damaged, "its manifest here is damaged, or of another session")
+            gone = {name for name, stands in stand.items() if stands is None}
             hold.ledger = replace(hold.ledger, groups=_only(groups, {entry.name for entry in hold.ledger.entries} - gone))
 
-    async def _is_there(self, run: str, step: int) -> bool:
+    async def _stands(self, run: str, entry: Entry) -> bool | None:
+        """Whether its manifest is there, whole and its own; None where there is none. Read only where it is not as it was."""
         try:
-            await self._tier.tier.head(manifest_key(run, step))
+            info = await self._tier.tier.head(manifest_key(run, entry.step))
         except NotFound:
-            return False
-        return True
+            return None
+        if self._whole.get((run, entry.name)) == info.tag:
+            return True
+        found = await self._entry(run, entry.step)
+        return found is not None and found.name == entry.name
 
     async def _note_gone(self, hold: _Hold, before: Groups, resumed: Sequence[Entry], outcomes: dict[Name, str]) -> None:
         """The end of a removal; the ledger is free again."""
