@@ -12,7 +12,7 @@ from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CheckpointRow, PublishState
 from forebay_gateway.core.retention import ledger_key, pins_dir
 from forebay_gateway.core.states import CopyEvent
-from forebay_gateway.paths.expire import LOOK_S, Busy
+from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.standing import READ_LATELY_S
@@ -221,6 +221,24 @@ async def test_a_step_saved_again_at_the_moment_of_its_removal_is_complete_only_
         await one.drain("pfs")
         assert one.state("r", 1) is PublishState.COMPLETE
         assert one.on_tier("r") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("heir", ["itself", "another"])
+async def test_what_was_to_go_for_the_sake_of_one_that_was_deleted_meanwhile_stays(tmp_path: Path, heir: str) -> None:
+    store, last_1 = MemoryStore(), '[[retain]]\nrun = "**"\nkeep_last = 1\n'
+    async with Here(tmp_path, {"pfs": store}, "a", last_1) as node:
+        await node.save("r", 1, 2, 3)
+        with failpoints.armed("expire.kept_aside=error:EIO"), pytest.raises(OSError):
+            await node.look("r")
+        assert [entry.step for entry in ledger_of(store, "r").going] == [1, 2]
+        await node.retention.delete("r", 3, force=False, dry_run=False)  # it was no good
+    async with Here(tmp_path, {"pfs": store}, "a" if heir == "itself" else "b", last_1) as later:
+        with pytest.raises(Busy):
+            await later.look("r")
+        await later.clock.advance(TTL_S + 1)
+        await later.look("r")
+        assert later.on_tier("r") == [2]
+        assert not [key for key in store.objects if key.startswith(".forebay/retain/") and key != ledger_key("r")]
 
 
 async def test_a_name_that_was_saved_anew_has_not_gone_and_its_damage_is_damage(tmp_path: Path) -> None:

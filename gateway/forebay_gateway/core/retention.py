@@ -55,7 +55,7 @@ Groups = tuple[tuple[Entry, ...], ...]  # oldest first; within a group the order
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on a tier: who works on it now, what is complete in what order, what is going, what has gone (newest last)."""
+    """A run on a tier: who works on it now, what is complete in what order, what of it goes, what has gone (newest last)."""
 
     format: str = FORMAT
     run: str
@@ -69,7 +69,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All that are complete and stay so far, oldest first."""
+        """All that are complete, or were when their removal was noted, oldest first."""
         return tuple(entry for group in self.groups for entry in group)
 
     def has_dropped(self, name: Name) -> bool:

@@ -196,7 +196,8 @@ class Expiry:
         return fates
 
     async def _look(self, run: str, rule: RetainConfig, apply: bool) -> list[Fate]:
-        ledger, tag = await self._read(run)
+        was, tag = await self._read(run)
+        ledger = await self._decided_anew(run, was)
         there = await self._steps(run)
         completed = set(self._completed.get(run, ()))
         groups = await self._with_news(run, ledger, there, completed)
@@ -206,11 +207,13 @@ class Expiry:
         likely = any(verdict.goes for verdict in decide(rule, groups, float("inf"), protected, pinned, doubtful))
         verdicts = decide(rule, groups, None, protected, pinned, doubtful)
         outcomes: dict[Name, str] = {}
-        if likely or ledger.going or groups != ledger.groups:
+        if likely or was.going or groups != was.groups:
             here = {entry.name for group in groups for entry in group}
             gone = tuple(name for name in ledger.gone if name not in here)  # what was saved anew has not gone
             hold = await self._take(replace(ledger, groups=groups, gone=gone), tag)
             try:
+                for entry in set(was.going) - set(ledger.going):
+                    await self._tier.tier.delete(tombstone_key(run, entry.name))
                 verdicts, outcomes = await self._act(rule, hold, apply)
             finally:
                 ledger = hold.ledger
@@ -218,6 +221,17 @@ class Expiry:
         if not await self._follower.follow(self._tier, run, ledger):
             self._due.setdefault(run, self._node.clock.monotonic() + SOON_S)
         return self._told(run, there, verdicts, outcomes)
+
+    async def _decided_anew(self, run: str, ledger: Ledger) -> Ledger:
+        """What was going when a turn was cut short: what has begun to go goes on; what still stands is decided on anew, since
+        that for whose sake it was to go may be gone by now."""
+        begun = []
+        for entry in ledger.going:
+            found = await self._entry(run, entry.step)
+            if found is None or found.name != entry.name:
+                begun.append(entry)
+        stay = {entry.name for entry in ledger.entries} - {entry.name for entry in begun}
+        return replace(ledger, groups=_only(ledger.groups, stay), going=tuple(begun))
 
     def _told(self, run: str, there: Iterable[int], verdicts: Sequence[Verdict], outcomes: dict[Name, str]) -> list[Fate]:
         known = {verdict.entry.step for verdict in verdicts}
@@ -349,14 +363,12 @@ class Expiry:
         verdicts = await self._verdicts(rule, hold)
         if apply:
             chosen = [verdict.entry for verdict in verdicts if verdict.goes][:GOING_MAX]
-            before, resumed = hold.ledger.groups, hold.ledger.going
-            if chosen or resumed:
-                rest = _only(before, {entry.name for entry in hold.ledger.entries} - {entry.name for entry in chosen})
-                await self._write(hold, replace(hold.ledger, groups=rest, going=(*resumed, *chosen)))
+            if chosen or hold.ledger.going:
+                await self._write(hold, replace(hold.ledger, going=(*hold.ledger.going, *chosen)))
                 failpoints.hit("expire.noted")
                 for entry in hold.ledger.going:
                     outcomes[entry.name] = await self._take_off(run, entry, hold)
-                await self._note_gone(hold, before, resumed, outcomes)
+                await self._note_gone(hold, outcomes)
                 if len(chosen) == GOING_MAX:
                     self._due[run] = self._node.clock.monotonic()
                 return verdicts, outcomes
@@ -396,14 +408,12 @@ class Expiry:
         found = await self._entry(run, entry.step)
         return found is not None and found.name == entry.name
 
-    async def _note_gone(self, hold: _Hold, before: Groups, resumed: Sequence[Entry], outcomes: dict[Name, str]) -> None:
+    async def _note_gone(self, hold: _Hold, outcomes: dict[Name, str]) -> None:
         """The end of a removal; the ledger is free again."""
         ledger = hold.ledger
-        stay = {entry.name for entry in ledger.going if outcomes[entry.name] == KEPT}
         ended = [entry for entry in ledger.going if outcomes[entry.name] == REMOVED]
-        kept = _only(before, {entry.name for entry in ledger.entries} | stay)
-        if back := tuple(entry for entry in resumed if entry.name in stay):
-            kept = (back, *kept)
+        off = {entry.name for entry in ledger.going if outcomes[entry.name] != KEPT}
+        kept = _only(ledger.groups, {entry.name for entry in ledger.entries} - off)
         gone = dict.fromkeys((*ledger.gone, *(entry.name for entry in ended)))
         done = replace(ledger, groups=kept, going=(), gone=tuple(gone)[-GONE_MAX:], token="", owner="")
         failpoints.hit("expire.before_gone")
