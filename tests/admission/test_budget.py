@@ -196,6 +196,20 @@ def test_what_was_let_in_before_goes_on_while_new_ones_are_refused() -> None:
     assert budget.reserved == 0
 
 
+def test_a_second_file_of_a_shard_and_a_restore_count_against_no_quota() -> None:
+    quotas = Quotas(lambda run: 100 * MIB)  # that of a glob for all runs
+    budget = budget_of(Sums(), used=700 * MIB, quotas=quotas)
+    first = budget.reserve(60 * MIB, "run")
+    second = first.beside(60 * MIB)
+    assert (quotas.held("run"), budget.reserved) == (60 * MIB, 120 * MIB)
+    budget.reserve(110 * MIB).release()
+    with pytest.raises(CacheFull):
+        first.beside(200 * MIB)
+    second.release()
+    first.settle(60 * MIB)
+    assert (quotas.held("run"), budget.reserved, budget.used) == (0, 0, 760 * MIB)
+
+
 def test_a_quota_that_comes_later_finds_what_is_held_already() -> None:
     quota: int | None = None
     quotas = Quotas(lambda run: quota)

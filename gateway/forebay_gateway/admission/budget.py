@@ -41,6 +41,11 @@ class Reservation:
         self._budget._take(size, self.run, is_new=False)
         self.size += size
 
+    def beside(self, size: int) -> "Reservation":
+        """Space for a second file of the same shard, whose first one goes then: nothing more of its run's. Raises CacheFull."""
+        self._budget._take(size, "", is_new=False)
+        return Reservation(self._budget, size, "")
+
     def check_grows(self, size: int) -> None:
         """Raise InvalidArgument where no waiting would make room for so much more."""
         self._budget.check_fits(self.size + size, self.run)

@@ -22,9 +22,12 @@ class Quotas:
 
     def check_fits(self, run: str, size: int) -> None:
         """Raise InvalidArgument for what the quota never has room for."""
-        limit = self.limit_of(run)
+        limit = self._limit(run)
         if limit is not None and size > limit:
             raise InvalidArgument("the shard is larger than its run's quota", run=run, needs_bytes=size, quota_bytes=limit)
+
+    def _limit(self, run: str) -> int | None:
+        return self.limit_of(run) if run else None  # without a run: no save, and no glob's business
 
     def held(self, run: str) -> int:
         """Bytes that count now."""
@@ -32,7 +35,7 @@ class Quotas:
 
     def over(self, run: str, size: int) -> int:
         """By how many bytes `size` more would be too many; 0 where they may come."""
-        limit = self.limit_of(run)
+        limit = self._limit(run)
         return 0 if limit is None else max(0, self.held(run) + size - limit)
 
     def reserve(self, run: str, size: int) -> None:
