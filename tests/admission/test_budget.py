@@ -178,3 +178,47 @@ def test_promised_bytes_that_the_disk_still_calls_free_are_known() -> None:
     other.release()
     one.settle(10 * MIB)
     assert (budget.unwritten, budget.reserved, budget.used) == (0, 0, 10 * MIB)
+
+
+def test_what_was_let_in_before_goes_on_while_new_ones_are_refused() -> None:
+    budget = budget_of(Sums(), used=800 * MIB)
+    growing = budget.reserve(80 * MIB)
+    with pytest.raises(CacheFull):
+        budget.reserve(100 * MIB)
+    with pytest.raises(CacheFull):
+        budget.reserve(MIB)  # until the fill is below `reopen`
+    growing.grow(50 * MIB)
+    with pytest.raises(CacheFull):
+        growing.grow(50 * MIB)
+    with pytest.raises(InvalidArgument):
+        growing.check_grows(900 * MIB)
+    growing.release()
+    assert budget.reserved == 0
+
+
+def test_a_second_file_of_a_shard_and_a_restore_count_against_no_quota() -> None:
+    quotas = Quotas(lambda run: 100 * MIB)  # that of a glob for all runs
+    budget = budget_of(Sums(), used=700 * MIB, quotas=quotas)
+    first = budget.reserve(60 * MIB, "run")
+    second = first.beside(60 * MIB)
+    assert (quotas.held("run"), budget.reserved) == (60 * MIB, 120 * MIB)
+    budget.reserve(110 * MIB).release()
+    with pytest.raises(CacheFull):
+        first.beside(200 * MIB)
+    second.release()
+    first.settle(60 * MIB)
+    assert (quotas.held("run"), budget.reserved, budget.used) == (0, 0, 760 * MIB)
+
+
+def test_a_quota_that_comes_later_finds_what_is_held_already() -> None:
+    quota: int | None = None
+    quotas = Quotas(lambda run: quota)
+    budget = budget_of(Sums(), quotas=quotas)
+    before = budget.reserve(60 * MIB, "run")
+    quotas.moved(1, "run", 30 * MIB)
+    quota = 100 * MIB
+    with pytest.raises(CacheFull):
+        budget.reserve(20 * MIB, "run")
+    before.release()
+    quotas.moved(1, "run", -30 * MIB)
+    assert quotas.held("run") == 0

@@ -303,3 +303,26 @@ async def test_ten_times_the_demand_of_another_run_costs_a_save_at_most_twice_it
     alone_s = await alone_or_beside(0)
     assert alone_s > 0
     assert await alone_or_beside(10) <= 2 * alone_s + 0.01
+
+
+async def test_many_who_wait_do_not_each_look_over_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, looks = Room(), 0
+    real = FairQueue.next
+
+    def counted(queue: FairQueue, may_go: Callable[[Waiter], bool]) -> Waiter | None:
+        nonlocal looks
+        looks += 1
+        return real(queue, may_go)
+
+    asked = [room.ask(1, writer=number) for number in range(200)]
+    await room.after()
+    monkeypatch.setattr(FairQueue, "next", counted)
+    for _ in range(10):
+        await room.after(1.0)
+    assert not any(each.done() for each in asked) and looks <= 4 * 10
+    room.evictable = MIB  # also for the one whose turn it is, whoever looks
+    await room.after(2.0)
+    assert sum(each.done() for each in asked) == 1
+    for each in asked:
+        each.cancel()
+    await room.after()

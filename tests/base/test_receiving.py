@@ -74,3 +74,12 @@ async def test_an_error_is_raised_and_leaves_nothing_behind() -> None:
             async with room.next(message, len):
                 raise KeyError
     assert room.held_bytes == 0
+
+
+async def test_what_waits_for_something_else_keeps_half_of_the_room_and_no_more() -> None:
+    room = Receiving(bytes_max=4 * SIZE)
+    async with room.next(message, len), room.next(message, len):
+        assert room.patience_s(30.0) == 30.0
+        async with room.next(message, len):
+            assert room.patience_s(30.0) == receiving.KEPT_S_MAX
+            assert room.patience_s(0.5) == 0.5

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from forebay_gateway import build
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.config import load_config
 from forebay_gateway.core.records import PublishState
+from forebay_gateway.core.retention import Ledger, ledger_key, read_ledger
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
@@ -31,6 +34,21 @@ from forebay_wire.checksums import crc32c
 from model.world import MoversHere
 
 CHUNK = 64 << 10
+LAST_2 = '[[retain]]\nrun = "**"\nkeep_last = 2\n'
+
+
+def ledger_of(store: MemoryStore, run: str) -> Ledger:
+    ledger = read_ledger(store.objects[ledger_key(run)].data, run)
+    assert ledger is not None
+    return ledger
+
+
+def put_ledger(store: MemoryStore, ledger: Ledger) -> None:
+    MemoryTier("pfs", store)._store(ledger_key(ledger.run), msgspec.json.encode(ledger))
+
+
+def below(store: MemoryStore, run: str, step: int) -> list[str]:
+    return [key for key in store.objects if key.startswith(f"{run}/step-{step:012d}/")]
 
 
 class Here:

@@ -6,16 +6,22 @@ import errno
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forebay.errors import CacheFull, Unavailable
+from forebay.errors import InvalidArgument as InvalidArgumentThere
 from forebay_gateway.admission.curve import SLOWEST_BYTES_PER_S
 from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.core.errors import DiskFailed, InvalidArgument, StartupError
+from forebay_gateway.core.config_sections import PolicyConfig
+from forebay_gateway.core.errors import CacheFull as CacheFullHere
+from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument, StartupError
 from forebay_gateway.paths import health
 from forebay_gateway.paths.admit import capacity_of
 from paths.kit import client_of, serving, tier, until
+
+pytestmark = pytest.mark.expected_logs("not drained before the stop")  # what a test holds back
 
 MIB = 1 << 20
 QUOTA = '[[policy]]\nrun = "held"\nquota = "2MiB"\n'
@@ -39,7 +45,7 @@ async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_
         async with client.checkpoint("other", 1, session="s") as part:
             await part.put("x", data)
             await part.commit()
-        assert gateway.node.budget.quotas.held("other") == 0  # it has none
+        assert gateway.node.budget.quotas.over("other", 1 << 40) == 0  # it has none
     async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
         quotas = gateway.node.budget.quotas
         assert len(data) <= quotas.held("held") <= held
@@ -203,3 +209,94 @@ async def test_a_gateway_with_such_a_cache_does_not_start(tmp_path: Path, root: 
     with pytest.raises(StartupError, match=r"cache\.capacity"):
         async with serving(tmp_path, tier(root), capacity=f"{more}B"):
             raise AssertionError
+
+
+async def test_a_checkpoint_whose_other_writers_never_commit_slows_nobody_for_good(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root), cache_keys='max_dirty_age = "1s"') as gateway, client_of(gateway) as client:
+        part = client.checkpoint("run", 1, session="died", writers=2, writer=0)
+        await part.put(".metadata", b"x")  # goes last, once all have committed
+        await part.put("x", b"x" * MIB)
+        await part.commit()
+
+        def waits() -> bool:
+            with gateway.node.catalog.read() as txn:
+                return txn.totals().tiers["pfs"].copies == 1
+
+        await until(waits)
+        await asyncio.sleep(2.5)  # health looks every second
+        assert waits() and not gateway.node.budget.too_old
+
+
+async def test_the_disk_is_asked_again_after_the_wait_in_the_queue(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, tier(root)) as gateway:
+        admitter, budget = gateway._writes.admitter, gateway.node.budget
+        monkeypatch.setattr(admitter._room, "_has_hope", lambda: True)
+        full = budget.reserve(240 * MIB)
+        waiting = asyncio.ensure_future(admitter.reserve(8 * MIB, "run", 0, 20.0))
+        await until(lambda: budget.waiting == 1)
+        reserve = gateway.node.config.cache.catalog_reserve
+        monkeypatch.setattr(CacheDir, "free_on_disk", property(lambda cache: reserve + MIB))
+        full.release()
+        with pytest.raises(DiskFull, match="kept for the catalog"):
+            await waiting
+        assert (budget.unwritten, budget.reserved) == (0, 0)
+
+
+async def test_a_stream_that_grows_lets_verified_data_go_and_is_told_what_never_fits(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        admitter, budget = gateway._writes.admitter, gateway.node.budget
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("x", bytes(32 * MIB))
+            await part.commit()
+        await client.wait("run", 1, "pfs", timeout=30)
+        rest = int(budget.capacity * 0.95) - budget.used - MIB
+        growing = await admitter.reserve(MIB // 2, "run", 0)
+        others = budget.reserve(rest - MIB, "others")
+        await admitter.grow(growing, 8 * MIB, 16 * MIB)
+        assert growing.size == MIB // 2 + 16 * MIB and budget.used == 0
+        others.release()
+        with pytest.raises(InvalidArgument):
+            await admitter.grow(growing, budget.capacity)
+        await admitter.grow(growing, MIB, budget.capacity)  # then no more than is needed
+        growing.release()
+
+
+async def test_a_small_quota_takes_small_streams_of_unknown_length(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("held", 1, session="s", lane="stream") as part:
+            with pytest.raises(InvalidArgumentThere, match="quota"):
+                await part.put("y", iter([b"y" * MIB] * 3))
+            assert (await part.put("x", iter([b"x" * 1000, b"y" * MIB]))).size == MIB + 1000
+            await part.commit()
+        await until(lambda: gateway.node.budget.quotas.held("held") == 0)
+
+
+async def test_a_quota_counts_once_the_configuration_was_read_again(tmp_path: Path, root: Path) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        node = gateway.node
+        await client.hold()
+        async with client.checkpoint("held", 1, session="s") as part:
+            await part.put("x", bytes(3 * MIB // 2))
+            await part.commit()
+        policy = PolicyConfig(run="held", quota=2 * MIB)
+        node.config = msgspec.structs.replace(node.config, policies=(policy,))
+        with pytest.raises(CacheFullHere, match="quota"):
+            node.budget.reserve(MIB, "held")
+
+
+async def test_a_tier_that_waits_for_nothing_does_not_count_as_slow(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "other").mkdir()
+    only_pfs = '[[policy]]\nrun = "**"\ntiers = ["pfs"]\n'
+    tiers = tier(root) + tier(tmp_path / "other", "other")
+    async with serving(tmp_path, tiers, only_pfs) as gateway, client_of(gateway) as client:
+        await client.hold()
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("x", b"x" * MIB)
+            await part.commit()
+        rate = gateway.node.tiers["pfs"].rate
+        rate.resume()
+        await asyncio.sleep(0.1)
+        rate.add(MIB)
+        assert gateway.node.budget._drain_rate() > 0

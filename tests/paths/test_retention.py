@@ -10,31 +10,16 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import PublishState
-from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir, read_ledger
+from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir
 from forebay_gateway.paths.care.finding import Severity
 from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
-from paths.nodes_kit import Here
+from paths.nodes_kit import LAST_2, Here, below, ledger_of, put_ledger
 from soak.figures import failpoints as all_failpoints
 
-LAST_2 = '[[retain]]\nrun = "**"\nkeep_last = 2\n'
 POINTS = [name for name in all_failpoints() if name.startswith("expire.")]
-
-
-def ledger_of(store: MemoryStore, run: str) -> Ledger:
-    ledger = read_ledger(store.objects[ledger_key(run)].data, run)
-    assert ledger is not None
-    return ledger
-
-
-def put_ledger(store: MemoryStore, ledger: Ledger) -> None:
-    MemoryTier("pfs", store)._store(ledger_key(ledger.run), msgspec.json.encode(ledger))
-
-
-def below(store: MemoryStore, run: str, step: int) -> list[str]:
-    return [key for key in store.objects if key.startswith(f"{run}/step-{step:012d}/")]
 
 
 async def test_what_no_rule_keeps_goes_from_tier_cache_and_catalog(tmp_path: Path) -> None:
@@ -272,6 +257,9 @@ async def test_a_damaged_ledger_is_made_anew_and_nothing_is_taken_for_old(tmp_pa
         await node.look("r", apply=False)
     MemoryTier("pfs", store)._store(ledger_key("r"), b"\x00")
     async with Here(tmp_path, {"pfs": store}, "b", LAST_2) as other:
+        with pytest.raises(Busy):  # somebody may be at work
+            await other.look("r")
+        await other.clock.advance(TTL_S + 1)
         await other.look("r")
         assert other.on_tier("r") == [1, 2, 3]
 

@@ -32,14 +32,23 @@ class Reservation:
 
     def __init__(self, budget: "Budget", size: int, run: str) -> None:
         self._budget = budget
-        self._run = run
+        self.run = run
         self._unwritten = 0
         self.size = size
 
     def grow(self, size: int) -> None:
         """Reserve more, for a stream whose length is not known; raises CacheFull."""
-        self._budget._take(size, self._run)
+        self._budget._take(size, self.run, is_new=False)
         self.size += size
+
+    def beside(self, size: int) -> "Reservation":
+        """Space for a second file of the same shard, whose first one goes then: nothing more of its run's. Raises CacheFull."""
+        self._budget._take(size, "", is_new=False)
+        return Reservation(self._budget, size, "")
+
+    def check_grows(self, size: int) -> None:
+        """Raise InvalidArgument where no waiting would make room for so much more."""
+        self._budget.check_fits(self.size + size, self.run)
 
     def unwritten(self, size: int) -> None:
         """So many of these bytes the disk has not given yet: they are in what it calls free."""
@@ -56,7 +65,7 @@ class Reservation:
         size, self.size = self.size, 0
         self.unwritten(0)
         if size:
-            self._budget._give_back(size, self._run)
+            self._budget._give_back(size, self.run)
 
 
 class Budget:
@@ -226,11 +235,12 @@ class Budget:
         if self._refusing and self.fill < self._reopen:
             self._refusing = False
 
-    def _take(self, size: int, run: str) -> None:
+    def _take(self, size: int, run: str, *, is_new: bool = True) -> None:
+        """What was let in before goes on up to `refuse`: cut off between the marks, it would have to come again as a whole."""
         if self.over_quota(run, size):
             raise self.refusal(size, run)
         self._look_again()
-        if self._refusing or self._used + self._reserved + size > self.capacity * self._refuse:
+        if (self._refusing and is_new) or self._used + self._reserved + size > self.capacity * self._refuse:
             self._refusing = True
             raise self.refusal(size, run)
         self._reserved += size

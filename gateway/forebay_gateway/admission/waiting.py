@@ -16,6 +16,7 @@ from forebay_gateway.core.errors import CacheFull
 WAITERS_MAX = 1024  # more than a node has ranks; to find the next looks at each. Who comes later is refused, and comes again
 WAIT_S_MAX = 30.0  # then the client hears, and asks anew: a call that says nothing for longer looks dead
 LOOK_AGAIN_S = 1.0  # while waiting: whether there is hope yet, and whether something can be evicted
+LOOKS_APART_S = 0.5  # of all who wait together: each look goes over all of them
 
 
 class WaitingRoom:
@@ -29,6 +30,7 @@ class WaitingRoom:
         self._has_hope = has_hope
         self._make_room = make_room
         self._queue = FairQueue()
+        self._looked_s = float("-inf")
         budget.on_room = self.serve
 
     async def admit(self, size: int, run: str, writer: int, wait_s: float) -> Reservation:
@@ -87,10 +89,19 @@ class WaitingRoom:
             if waited_s >= wait_s or len(self._queue) > WAITERS_MAX or not self._has_hope():
                 raise self._budget.refusal(waiter.size, waiter.run, waited_s=waited_s)
             await self._pause(waiter, min(LOOK_AGAIN_S, wait_s - waited_s))
-            if not waiter.future.done() and self._next() is waiter and not self._budget.over_quota(waiter.run, waiter.size):
-                await self._make_room(waiter.size)
-                self.serve()
+            if not waiter.future.done():
+                await self._look_for_room()
             waited_s = self._clock.monotonic() - began_s
+
+    async def _look_for_room(self) -> None:
+        """For whose turn it is, whoever of those that wait comes to look."""
+        now_s = self._clock.monotonic()
+        if now_s - self._looked_s < LOOKS_APART_S:
+            return
+        self._looked_s = now_s
+        if (head := self._next()) is not None:
+            await self._make_room(head.size)
+            self.serve()
 
     async def _pause(self, waiter: Waiter, pause_s: float) -> None:
         sleeping: asyncio.Future[Any] = asyncio.ensure_future(self._clock.sleep(pause_s))

@@ -11,10 +11,12 @@ another one came, with the steps agreeing. What stays undecided is a group. Only
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from types import MappingProxyType
 
 import msgspec
 
 from forebay_gateway.core.config_sections import RetainConfig
+from forebay_gateway.core.errors import Unsupported
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.core.policy import fits
 from forebay_wire.manifest import Manifest
@@ -23,6 +25,13 @@ RETAIN_DIR = "retain"
 PINS_DIR = "pins"
 GONE_MAX = 1000  # of a run, so that a node that was down for long still learns what went
 FORMAT = "forebay.retain"
+STEP_MAX = 2**64 - 1
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """What any document of ours says first."""
+
+    format: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +55,7 @@ Groups = tuple[tuple[Entry, ...], ...]  # oldest first; within a group the order
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on a tier: who works on it now, what is complete in what order, what is going, what has gone (newest last)."""
+    """A run on a tier: who works on it now, what is complete in what order, what of it goes, what has gone (newest last)."""
 
     format: str = FORMAT
     run: str
@@ -60,7 +69,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All that are complete and stay so far, oldest first."""
+        """All that are complete, or were when their removal was noted, oldest first."""
         return tuple(entry for group in self.groups for entry in group)
 
     def has_dropped(self, name: Name) -> bool:
@@ -69,12 +78,20 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_ledger(document: bytes, run: str) -> Ledger | None:
-    """The document; None for what is none of this run: it is made anew, and then all that is there counts as undecided."""
+    """The document; None for what is none of this run: it is made anew, and then all that is there counts as undecided.
+
+    Raises Unsupported for one that a newer release has written: its rules are not known here.
+    """
     try:
+        kind = msgspec.json.decode(document, type=_Kind).format
+        if kind != FORMAT and kind.startswith(FORMAT):
+            raise Unsupported("a newer release works on this run's retention; it is left to that", run=run, format=kind)
         ledger = msgspec.json.decode(document, type=Ledger)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return ledger if (ledger.format, ledger.run) == (FORMAT, run) else None
+    names = (*(entry.name for entry in (*ledger.entries, *ledger.going)), *ledger.gone)
+    is_ours = (ledger.format, ledger.run) == (FORMAT, run)
+    return ledger if is_ours and all(0 <= step <= STEP_MAX and session.isalnum() for step, session in names) else None
 
 
 def run_hash(run: str) -> str:
@@ -187,15 +204,22 @@ class Verdict:
 
 
 def decide(
-    rule: RetainConfig, groups: Groups, now_s: float | None, protected: Mapping[Name, str], pinned: Collection[int]
+    rule: RetainConfig,
+    groups: Groups,
+    now_s: float | None,
+    protected: Mapping[Name, str],
+    pinned: Collection[int],
+    doubtful: Mapping[Name, str] = MappingProxyType({}),
 ) -> list[Verdict]:
     """A verdict on each, oldest first. It stays where any key asks for it; also the newest, pinned and final ones, and those
-    that `protected` names with a reason. `now_s` is the tier's own time; None: ages are not known, and `keep_for` keeps."""
+    that `protected` names with a reason. Those that `doubtful` names stay likewise, and no other goes for their sake. `now_s`
+    is the tier's own time; None: ages are not known, and `keep_for` keeps."""
     verdicts: list[Verdict] = []
     newer = 0
+    kept = {**protected, **doubtful}
     for group in reversed(groups):
-        verdicts += [_verdict(rule, entry, newer, now_s, protected, pinned) for entry in reversed(group)]
-        newer += len(group)
+        verdicts += [_verdict(rule, entry, newer, now_s, kept, pinned) for entry in reversed(group)]
+        newer += sum(entry.name not in doubtful for entry in group)
     return verdicts[::-1]
 
 

@@ -8,6 +8,7 @@
 Owns these acts' order. Does not own the arithmetic (admission/), nor what is written then.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 
 from forebay_gateway.admission.budget import Budget, Reservation, disk_full_reason
@@ -17,7 +18,7 @@ from forebay_gateway.admission.waiting import WaitingRoom
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
-from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, StartupError
+from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument, StartupError
 from forebay_gateway.core.policy import policy_of
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
@@ -55,13 +56,29 @@ class Admitter:
             refusal = CacheFull(words, retry_after_s=error.retry_after_s, **error.details, **stuck)
             refusal.waited_s = error.waited_s
             raise refusal from None
+        try:
+            await self._check_disk(size)  # others have had their turn meanwhile
+        except BaseException:
+            reservation.release()
+            raise
         reservation.unwritten(size)
         return reservation
 
-    async def grow(self, reservation: Reservation, size: int) -> None:
-        """More, for a stream whose length is not known. It does not wait: what it holds might be what others wait for."""
+    async def grow(self, reservation: Reservation, size: int, at_once: int = 0) -> None:
+        """`size` bytes more, for a stream whose length is not known, and `at_once` where so many could ever fit. Verified data
+        goes where that helps. Raises as reserve(). It does not wait: what it holds might be what others wait for."""
+        with contextlib.suppress(InvalidArgument):
+            reservation.check_grows(at_once)
+            size = max(size, at_once)
+        reservation.check_grows(size)
         await self._check_disk(size)
-        reservation.grow(size)
+        try:
+            reservation.grow(size)
+        except CacheFull:
+            if self._node.budget.over_quota(reservation.run, size):
+                raise
+            await self._evictor.make_room(size)
+            reservation.grow(size)
         reservation.unwritten(size)  # what it had before is written
 
     async def slow_chunk(self, size: int, run: str) -> None:
@@ -139,7 +156,12 @@ def budget_of(
     """The cache's bytes, with what the catalog and the tiers say of them."""
 
     def drain_rate() -> float:
-        return min((tier.rate.bytes_per_s for tier in tiers.values() if tier.required), default=0.0)
+        """Of the slowest required tier that has something to take; one that waits for nothing holds nobody up."""
+        with catalog.read() as txn:
+            queues = txn.totals().tiers
+        required = [tier for tier in tiers.values() if tier.required]
+        busy = [tier for tier in required if tier.name in queues and queues[tier.name].copies]
+        return min((tier.rate.bytes_per_s for tier in busy or required), default=0.0)
 
     return Budget(
         capacity,
@@ -150,19 +172,18 @@ def budget_of(
         used=used,
         drain_rate=drain_rate,
         dirty=Dirty(catalog, clock, [tier.name for tier in config.tiers if tier.required]),
-        quotas=Quotas(lambda run: policy_of(run, config.policies).quota if config.policies else None),
+        quotas=Quotas(lambda run: policy_of(run, config.policies).quota),
         max_dirty_age_s=config.cache.max_dirty_age,
     )
 
 
 def watch_quotas(node: Node) -> None:
-    """Count what each run with a quota holds, from now on by the catalog's changes. To be called before shards are taken.
+    """Count what each run holds, from now on by the catalog's changes. To be called before shards are taken.
 
     What is there already is counted by sums of sessions, without the padding of files: what drains then comes to 0.
     """
     quotas = node.budget.quotas
-    if not any(policy.quota for policy in node.config.policies):
-        return
+    quotas.limit_of = lambda run: node.policy(run).quota  # as the configuration says now: it may be read again
     with node.catalog.read() as txn:
         for session_id in txn.sessions_with(lambda sums: sums.sealed):
             session, sums = txn.session(session_id), txn.session_sums(session_id)

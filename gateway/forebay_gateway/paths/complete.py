@@ -20,12 +20,14 @@ from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, InvalidArgument, NotFound, Unsupported
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, run_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow
+from forebay_gateway.core.retention import rule_of
 from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.commit import whole_record
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards
+from forebay_gateway.paths.pins import is_going
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
@@ -42,6 +44,7 @@ SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
 READS_AT_ONCE = 16
 ANNOUNCE_S_MIN = 0.1
 RUNS_REMEMBERED_MAX = 10_000
+STEP_GOES_S_MAX = 600.0  # several turns of retention; whoever was taking something from the step's place has ended by then
 
 
 def predecessor(tier: str, session: str) -> str:
@@ -60,6 +63,7 @@ class Completion:
         self._next_look_s: dict[int, float] = {}
         self._records: dict[int, dict[int, PartRecord]] = {}  # session: parts of other nodes, as read from the tier
         self._runs_noted: Recent[str, None] = Recent(RUNS_REMEMBERED_MAX)
+        self._step_goes_s: dict[int, float] = {}  # session: since when it is waited that its step is free of a removal
         self._hinted: set[int] = set()  # sessions of which something was told since they were looked at
         self._look_at_all_s = float("-inf")
         node.changes.listen_sessions(self._hinted.add)
@@ -158,6 +162,7 @@ class Completion:
         self._watch_s.pop(session_id, None)
         self._next_look_s.pop(session_id, None)
         self._records.pop(session_id, None)
+        self._step_goes_s.pop(session_id, None)
         self._drain.forget_session(session_id)
 
     def _part_verified(self, txn: ReadTxn, part: PartRow) -> bool:
@@ -249,6 +254,8 @@ class Completion:
             if not await self._replace(session, document, key):
                 return True
         failpoints.hit("complete.after_manifest")
+        if await self._step_goes(session):
+            return False
         await self._tier.tier.point(current_key(session.run, session.step), session8(session.session))
         failpoints.hit("complete.pointed")
         await self._finished(session, PublishState.COMPLETE)
@@ -322,6 +329,8 @@ class Completion:
             if not self._all_verified_here(session):
                 return False  # begun before a restart: proved first, since what is complete may be evicted
             await self._tier.tier.settle(key)
+            if await self._step_goes(session):
+                return False
             await self._finished(session, PublishState.COMPLETE)
             return True
         if self._is_older(session, there):
@@ -363,6 +372,18 @@ class Completion:
             there.session,
         )
         await self._finished(session, PublishState.SUPERSEDED)
+
+    async def _step_goes(self, session: SessionRow) -> bool:
+        """Whether retention is just removing what stood in this step's place: its deletion may still hit the manifest that is
+        there now. It notes first and looks at the manifest then; here the manifest is placed first: one sees the other."""
+        if rule_of(session.run, self._tier.name, self._node.config.retain) is None:
+            return False
+        now_s = self._node.clock.monotonic()
+        since_s = self._step_goes_s.setdefault(session.id, now_s)
+        if now_s - since_s < STEP_GOES_S_MAX and await is_going(self._tier, session.run, session.step):
+            return True
+        self._step_goes_s.pop(session.id, None)
+        return False
 
     async def _finished(self, session: SessionRow, state: PublishState) -> None:
 

@@ -22,10 +22,9 @@ from msgspec.structs import replace
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.recent import Recent
 from forebay_gateway.core.config_sections import RetainConfig
-from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, PermissionDenied, Unavailable
 from forebay_gateway.core.fleet import Sighting, look, unchanged_s
 from forebay_gateway.core.layout import current_key, manifest_key, parse_step_dir, part_key, shard_key
-from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import (
     GONE_MAX,
     Entry,
@@ -46,8 +45,9 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pins import pinned_steps
 from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import DELETES_A_CALL
+from forebay_gateway.paths.standing import known
 from forebay_gateway.paths.wholeness import sessions_of
-from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_gateway.tiers.monitor import OF_ONE_OBJECT, MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 from forebay_wire.names import session8
 
@@ -60,6 +60,8 @@ TTL_S_MAX = 3600.0  # whatever a document says
 GOING_MAX = 64  # checkpoints in one go, so that the ledger is held for a bounded time
 PROVED_MAX = 64
 RUNS_REMEMBERED_MAX = 10_000
+WHOLE_REMEMBERED_MAX = 10_000
+OF_ONE_RUN = (*OF_ONE_OBJECT, PermissionDenied)  # a tier that lets nothing be deleted still takes what drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class Expiry:
         self._seen: Recent[str, Sighting] = Recent(RUNS_REMEMBERED_MAX)
         self._due: dict[str, float] = {}
         self._completed: dict[str, set[int]] = {}  # steps that were completed here since the last look at their run
+        self._whole: Recent[tuple[str, Name], str] = Recent(WHOLE_REMEMBERED_MAX)  # manifests that were read, their versions
+        self._refused: dict[str, str] = {}  # runs that could not be looked at, and why
         self._look_at_all_s = float("-inf")
         self.tally = Tally()
         self.wake: Callable[[], None] = lambda: None
@@ -147,16 +151,30 @@ class Expiry:
                 self._look_at_all_s = now_s + LOOK_S
             for run in [run for run, at_s in self._due.items() if at_s <= now_s]:
                 del self._due[run]
-                try:
-                    await self.look(run, apply=True)
-                except Busy as busy:
-                    self._due[run] = self._node.clock.monotonic() + busy.pause_s
+                await self._look_in_turn(run)
         except ForebayError as error:
             self._tier.failed(error)
             self._look_at_all_s = min(self._look_at_all_s, self._node.clock.monotonic() + SOON_S)
             return SOON_S
         next_s = min([self._look_at_all_s, *self._due.values()])
         return max(0.0, next_s - self._node.clock.monotonic())
+
+    async def _look_in_turn(self, run: str) -> None:
+        """What is wrong with one run alone, or what this node may not do there, stops neither the others nor the drain."""
+        try:
+            await self.look(run, apply=True)
+        except Busy as busy:
+            self._due[run] = self._node.clock.monotonic() + busy.pause_s
+        except OF_ONE_RUN as error:
+            log.warning("retention cannot work on a run tier=%s run=%s error=%s", self._tier.name, run, error)
+            self._refused[run] = str(error)
+        else:
+            self._refused.pop(run, None)
+        alarm = f"retain-{self._tier.name}"
+        self._node.alarms.pop(alarm, None)
+        for one, why in list(self._refused.items())[:1]:
+            what = f"retention cannot work on {len(self._refused)} of the runs on tier {self._tier.name}, one is {one}: {why}"
+            self._node.alarms[alarm] = (what, "mend that, often the right to delete there, or take the rule away")
 
     async def runs(self) -> list[str]:
         """All that a rule is for: those of this catalog, and those noted on the tier."""
@@ -178,18 +196,24 @@ class Expiry:
         return fates
 
     async def _look(self, run: str, rule: RetainConfig, apply: bool) -> list[Fate]:
-        ledger, tag = await self._read(run)
+        was, tag = await self._read(run)
+        ledger = await self._decided_anew(run, was)
         there = await self._steps(run)
         completed = set(self._completed.get(run, ()))
         groups = await self._with_news(run, ledger, there, completed)
-        protected, pinned = self._protected(run, groups), await pinned_steps(self._node, self._tier, run)
+        protected, doubtful = known(self._node, self._tier.name, run, groups)
+        pinned = await pinned_steps(self._node, self._tier, run)
         # At the end of all times everything has its age: what could go at all.
-        likely = any(verdict.goes for verdict in decide(rule, groups, float("inf"), protected, pinned))
-        verdicts = decide(rule, groups, None, protected, pinned)
+        likely = any(verdict.goes for verdict in decide(rule, groups, float("inf"), protected, pinned, doubtful))
+        verdicts = decide(rule, groups, None, protected, pinned, doubtful)
         outcomes: dict[Name, str] = {}
-        if likely or ledger.going or groups != ledger.groups:
-            hold = await self._take(replace(ledger, groups=groups), tag)
+        if likely or was.going or groups != was.groups:
+            here = {entry.name for group in groups for entry in group}
+            gone = tuple(name for name in ledger.gone if name not in here)  # what was saved anew has not gone
+            hold = await self._take(replace(ledger, groups=groups, gone=gone), tag)
             try:
+                for entry in set(was.going) - set(ledger.going):
+                    await self._tier.tier.delete(tombstone_key(run, entry.name))
                 verdicts, outcomes = await self._act(rule, hold, apply)
             finally:
                 ledger = hold.ledger
@@ -197,6 +221,17 @@ class Expiry:
         if not await self._follower.follow(self._tier, run, ledger):
             self._due.setdefault(run, self._node.clock.monotonic() + SOON_S)
         return self._told(run, there, verdicts, outcomes)
+
+    async def _decided_anew(self, run: str, ledger: Ledger) -> Ledger:
+        """What was going when a turn was cut short: what has begun to go goes on; what still stands is decided on anew, since
+        that for whose sake it was to go may be gone by now."""
+        begun = []
+        for entry in ledger.going:
+            found = await self._entry(run, entry.step)
+            if found is None or found.name != entry.name:
+                begun.append(entry)
+        stay = {entry.name for entry in ledger.entries} - {entry.name for entry in begun}
+        return replace(ledger, groups=_only(ledger.groups, stay), going=tuple(begun))
 
     def _told(self, run: str, there: Iterable[int], verdicts: Sequence[Verdict], outcomes: dict[Name, str]) -> list[Fate]:
         known = {verdict.entry.step for verdict in verdicts}
@@ -225,7 +260,7 @@ class Expiry:
         ledger = read_ledger(document, run)
         if ledger is None:
             log.warning("a ledger of retention is damaged and made anew tier=%s run=%s", self._tier.name, run)
-            ledger = Ledger(run=run)
+            ledger = Ledger(run=run, owner="unknown", token=UNKNOWN, ttl_s=TTL_S)  # whose turn it was, nobody can tell
         return ledger, info.tag
 
     async def _steps(self, run: str) -> set[int]:
@@ -250,22 +285,32 @@ class Expiry:
 
     async def _entry(self, run: str, step: int) -> Entry | None:
         """What the manifest there says; None where there is none, or none that can be read."""
-        found = await self._manifest(manifest_key(run, step))
+        found = await self._manifest(manifest_key(run, step), run, step)
         if found is None:
             return None
-        manifest, committed_s, _, _ = found
+        manifest, committed_s, tag, _ = found
         size = sum(file.size for _, file, _ in manifest.files())
-        return Entry(step, session8(manifest.session), committed_s, manifest_is_final(manifest), size)
+        entry = Entry(step, session8(manifest.session), committed_s, manifest_is_final(manifest), size)
+        self._whole[run, entry.name] = tag
+        return entry
 
-    async def _manifest(self, key: str) -> tuple[Manifest, float | None, str, bytes] | None:
-        """(manifest, when it was written by the tier's clock, version, document)."""
+    async def _manifest(self, key: str, run: str, step: int) -> tuple[Manifest, float | None, str, bytes] | None:
+        """(manifest, when it was written by the tier's clock, version, document). None also for one of another checkpoint:
+        somebody has copied a directory, and what it names lies elsewhere and is not ours to delete."""
         try:
             document, info = await self._tier.tier.get_small(key)
             manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+            if (manifest.run, manifest.step) != (run, step):
+                raise ManifestError(f"it is of run {manifest.run!r}, step {manifest.step}")
         except NotFound:
             return None
         except ManifestError as error:
-            log.warning("retention passes over a damaged manifest tier=%s key=%s error=%s", self._tier.name, key, error)
+            log.warning(
+                "retention passes over a manifest that is damaged, or not this one tier=%s key=%s error=%s",
+                self._tier.name,
+                key,
+                error,
+            )
             return None
         return manifest, info.modified_s, info.tag, document
 
@@ -274,20 +319,6 @@ class Expiry:
         with self._node.catalog.read() as txn:
             sessions = [session for row in txn.checkpoints(run) for session in sessions_of(txn, row)]
         return {(each.step, session8(each.session)): each.commit_seq for each in sessions if each.commit_seq}
-
-    def _protected(self, run: str, groups: Groups) -> dict[Name, str]:
-        """Those that this node knows a reason for, by its catalog."""
-        found: dict[Name, str] = {}
-        with self._node.catalog.read() as txn:
-            for entry in (entry for group in groups for entry in group):
-                row = txn.checkpoint(run, entry.step)
-                if row is not None and row.deleting:
-                    found[entry.name] = "it is being deleted"
-                for session in [] if row is None else sessions_of(txn, row):
-                    waits = [name for name, state in session.publish.items() if state is PublishState.PENDING]
-                    if waits:
-                        found[entry.name] = f"it is on its way to {', '.join(sorted(waits))}"
-        return found
 
     # -- the ledger is this node's -------------------------------------------------------------------------------------
 
@@ -332,14 +363,12 @@ class Expiry:
         verdicts = await self._verdicts(rule, hold)
         if apply:
             chosen = [verdict.entry for verdict in verdicts if verdict.goes][:GOING_MAX]
-            before, resumed = hold.ledger.groups, hold.ledger.going
-            if chosen or resumed:
-                rest = _only(before, {entry.name for entry in hold.ledger.entries} - {entry.name for entry in chosen})
-                await self._write(hold, replace(hold.ledger, groups=rest, going=(*resumed, *chosen)))
+            if chosen or hold.ledger.going:
+                await self._write(hold, replace(hold.ledger, going=(*hold.ledger.going, *chosen)))
                 failpoints.hit("expire.noted")
                 for entry in hold.ledger.going:
                     outcomes[entry.name] = await self._take_off(run, entry, hold)
-                await self._note_gone(hold, before, resumed, outcomes)
+                await self._note_gone(hold, outcomes)
                 if len(chosen) == GOING_MAX:
                     self._due[run] = self._node.clock.monotonic()
                 return verdicts, outcomes
@@ -347,35 +376,44 @@ class Expiry:
         return verdicts, outcomes
 
     async def _verdicts(self, rule: RetainConfig, hold: _Hold) -> list[Verdict]:
-        """Those that stay and for whose sake others go are proved to be there."""
+        """Those that stay and for whose sake others go are proved to be there, whole."""
         run = hold.ledger.run
-        pinned = await pinned_steps(self._node, self._tier, run, sync=True)
+        pinned = await pinned_steps(self._node, self._tier, run)
+        protected, doubtful = known(self._node, self._tier.name, run, hold.ledger.groups)
+        proved = set[Name]()
         while True:
             groups = hold.ledger.groups
-            verdicts = decide(rule, groups, hold.now_s, self._protected(run, groups), pinned)
+            verdicts = decide(rule, groups, hold.now_s, protected, pinned, doubtful)
             if not any(verdict.goes for verdict in verdicts):
                 return verdicts
-            newest = [verdict.entry for verdict in verdicts][-min(PROVED_MAX, max(rule.keep_last or 1, len(groups[-1]))) :]
-            gone = {entry.name for entry in newest if not await self._is_complete(run, entry.step)}
-            if not gone:
+            counted = [verdict.entry for verdict in verdicts if verdict.entry.name not in doubtful]
+            newest = counted[-min(PROVED_MAX, max(rule.keep_last or 1, len(groups[-1]))) :]
+            stand = {entry.name: await self._stands(run, entry) for entry in newest if entry.name not in proved}
+            proved |= {name for name, stands in stand.items() if stands}
+            if stand.keys() <= proved:
                 return verdicts
+            damaged = [name for name, stands in stand.items() if stands is False]
+            doubtful |= dict.fromkeys(damaged, "its manifest here is damaged, or of another session")
+            gone = {name for name, stands in stand.items() if stands is None}
             hold.ledger = replace(hold.ledger, groups=_only(groups, {entry.name for entry in hold.ledger.entries} - gone))
 
-    async def _is_complete(self, run: str, step: int) -> bool:
+    async def _stands(self, run: str, entry: Entry) -> bool | None:
+        """Whether its manifest is there, whole and its own; None where there is none. Read only where it is not as it was."""
         try:
-            await self._tier.tier.head(manifest_key(run, step))
+            info = await self._tier.tier.head(manifest_key(run, entry.step))
         except NotFound:
-            return False
-        return True
+            return None
+        if self._whole.get((run, entry.name)) == info.tag:
+            return True
+        found = await self._entry(run, entry.step)
+        return found is not None and found.name == entry.name
 
-    async def _note_gone(self, hold: _Hold, before: Groups, resumed: Sequence[Entry], outcomes: dict[Name, str]) -> None:
+    async def _note_gone(self, hold: _Hold, outcomes: dict[Name, str]) -> None:
         """The end of a removal; the ledger is free again."""
         ledger = hold.ledger
-        stay = {entry.name for entry in ledger.going if outcomes[entry.name] == KEPT}
         ended = [entry for entry in ledger.going if outcomes[entry.name] == REMOVED]
-        kept = _only(before, {entry.name for entry in ledger.entries} | stay)
-        if back := tuple(entry for entry in resumed if entry.name in stay):
-            kept = (back, *kept)
+        off = {entry.name for entry in ledger.going if outcomes[entry.name] != KEPT}
+        kept = _only(ledger.groups, {entry.name for entry in ledger.entries} - off)
         gone = dict.fromkeys((*ledger.gone, *(entry.name for entry in ended)))
         done = replace(ledger, groups=kept, going=(), gone=tuple(gone)[-GONE_MAX:], token="", owner="")
         failpoints.hit("expire.before_gone")
@@ -391,7 +429,7 @@ class Expiry:
     async def _take_off(self, run: str, entry: Entry, hold: _Hold) -> str:
         """REMOVED; KEPT where it is pinned now; REPLACED where something else stands in its place. Repeatable at any point."""
         key, aside = manifest_key(run, entry.step), tombstone_key(run, entry.name)
-        there, tombstone = await self._manifest(key), await self._manifest(aside)
+        there, tombstone = await self._manifest(key, run, entry.step), await self._manifest(aside, run, entry.step)
         is_there = there is not None and session8(there[0].session) == entry.session
         if there is not None and is_there:
             if there[1] != entry.committed_s:  # saved again since
@@ -403,15 +441,17 @@ class Expiry:
             if entry.step in await pinned_steps(self._node, self._tier, run):
                 await self._tier.tier.delete(aside)
                 return KEPT
-            self._check_holds(hold)
+            if (await self._tier.tier.head(ledger_key(run))).tag != hold.tag:  # a machine's pause may not show in its clocks
+                raise Busy(self._tier.name, run)
             if (await self._tier.tier.head(key)).tag != there[2]:
                 await self._tier.tier.delete(aside)
                 return REPLACED
-            await self._tier.tier.delete(current_key(run, entry.step))
-            await self._tier.tier.delete(key)
+            for each in (current_key(run, entry.step), key):
+                self._check_holds(hold)  # each answer may have taken its time
+                await self._tier.tier.delete(each)
             failpoints.hit("expire.manifest_gone")
             await self._shards_off(there[0], hold)
-        elif tombstone is not None:
+        elif tombstone is not None and session8(tombstone[0].session) == entry.session:
             await self._shards_off(tombstone[0], hold)
         elif there is not None:
             return REPLACED
@@ -440,6 +480,7 @@ async def fates_of(expiries: Iterable[Expiry], run: str, *, apply: bool) -> Asyn
                 yield fate
 
 
+UNKNOWN = "?"  # a token that no process has
 REMOVED, KEPT, REPLACED = "removed", "kept: it is pinned", "kept: it was saved again"
 
 

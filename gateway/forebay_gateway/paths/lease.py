@@ -366,7 +366,16 @@ class WriteLease:
         node, size = self._node, self._size
         key = ShardKey(self._admitted.key.session_id, node.catalog.new_id())
         log.info("sealing a checked copy of a file that may still be written to name=%s size=%s", self._name, size)
-        self._admitted.reservation.grow(disk_size(size, self.chunk_size))
+        beside = self._admitted.reservation.beside(disk_size(size, self.chunk_size))
+        try:
+            sealed = await self._copied(key, crc, chunks)
+            await node.io.finish(self.file.drop)
+        finally:
+            beside.release()
+        return key, sealed
+
+    async def _copied(self, key: ShardKey, crc: int, chunks: bytes) -> SealedFile:
+        node, size = self._node, self._size
         reader = await ShardReader.open(
             node.cache,
             node.io,
@@ -389,8 +398,7 @@ class WriteLease:
                 await writer.discard()
         finally:
             await reader.close()
-        await node.io.finish(self.file.drop)
-        return key, sealed
+        return sealed
 
     async def _undo(self) -> None:
         if self._ended:

@@ -81,6 +81,9 @@ class Node:
     changes: Changes = field(default_factory=Changes)
     # session: monotonic, in this process. One that is forgotten counts from when it is seen again.
     first_seen_s: Recent[int, float] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
+    read_s: Recent[int, float] = field(
+        default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX)
+    )  # session: monotonic, last asked
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
     publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there

@@ -6,7 +6,7 @@
 Owns the documents below `.forebay/pins`. The catalog's own pins and what outlives it are marks.py's.
 """
 
-from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.retention import ledger_key, parse_pin_key, pin_key, pins_dir, read_ledger, rule_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -38,25 +38,31 @@ async def _tell(node: Node, tier: MonitoredTier, run: str, step: int, pinned: bo
         await tier.tier.delete(key)
         return False
     await tier.tier.put_small(key, node.id.encode())
+    return await is_going(tier, run, step)
+
+
+async def is_going(tier: MonitoredTier, run: str, step: int) -> bool:
+    """Whether the run's ledger says that something under this step is just being removed. Raises as the tier does."""
     try:
         document, _ = await tier.tier.get_small(ledger_key(run))
-    except NotFound:
+        ledger = read_ledger(document, run)
+    except (NotFound, Unsupported):  # what a newer release does, it does by its own rules
         return False
-    ledger = read_ledger(document, run)
     return ledger is not None and any(entry.step == step for entry in ledger.going)
 
 
-async def pinned_steps(node: Node, tier: MonitoredTier, run: str, *, sync: bool = False) -> set[int]:
-    """Steps that this node or another has pinned. With `sync` the tier is told of this node's own. Raises as the tier does."""
+async def pinned_steps(node: Node, tier: MonitoredTier, run: str) -> set[int]:
+    """Steps that this node or another has pinned. The tier is told of this node's own, where it was away when they were pinned:
+    another node must know before it acts. Raises as the tier does."""
     with node.catalog.read() as txn:
-        mine = {row.step for row in txn.checkpoints(run) if row.pinned}
+        known = {row.step: row for row in txn.checkpoints(run)}
+    mine = {step for step, row in known.items() if row.pinned}
     listing = await tier.tier.list(pins_dir(run))
     keys = {info.key for info in listing.objects}
-    if sync:
-        told = {step for key in keys if (step := parse_pin_key(key)) is not None and key == pin_key(run, step, node.id)}
-        for step in mine - told:
-            await tier.tier.put_small(pin_key(run, step, node.id), node.id.encode())
-        for step in told - mine:
-            await tier.tier.delete(pin_key(run, step, node.id))
-            keys.discard(pin_key(run, step, node.id))
+    told = {step for key in keys if (step := parse_pin_key(key)) is not None and key == pin_key(run, step, node.id)}
+    for step in mine - told:
+        await tier.tier.put_small(pin_key(run, step, node.id), node.id.encode())
+    for step in (told - mine) & known.keys():
+        await tier.tier.delete(pin_key(run, step, node.id))
+        keys.discard(pin_key(run, step, node.id))
     return mine | {step for key in keys if (step := parse_pin_key(key)) is not None}

@@ -155,6 +155,7 @@ class ReadPath:
             found = (await self._finder.complete(run, step)).session
             if session and found.session != session:
                 raise NotFound(f"session {session!r} of this step is not complete", run=run, step=step)
+        self._node.read_s[found.id] = self._node.clock.monotonic()
         return found
 
     def item(self, session: SessionRow, row: ShardRow) -> ShardItem:

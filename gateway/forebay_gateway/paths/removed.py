@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import ForebayError, NotFound
+from forebay_gateway.core.errors import ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.retention import Ledger, ledger_key, read_ledger, rule_of
@@ -36,9 +36,9 @@ async def was_removed(node: Node, tier: MonitoredTier, session: SessionRow) -> b
         return False
     try:
         document, _ = await tier.tier.get_small(ledger_key(session.run))
+        ledger = read_ledger(document, session.run)
     except ForebayError:
         return False
-    ledger = read_ledger(document, session.run)
     return ledger is not None and ledger.has_dropped((session.step, session8(session.session)))
 
 
@@ -116,7 +116,11 @@ class Follower:
                 return False
             await self._finder.learn_copies(sessions[-1], [tier])
             return True
-        await self._retention.forget(row)
+        try:
+            await self._retention.forget(row)
+        except (NotFound, Unavailable) as error:  # pinned, or saved anew, meanwhile; no word on the tier
+            log.info("a checkpoint that no tier holds stays for now run=%s step=%s reason=%s", run, step, error)
+            return False
         return True
 
 

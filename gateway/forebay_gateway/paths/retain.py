@@ -182,7 +182,7 @@ class Retention:
         self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow], shards: list[ShardRow]
     ) -> bool:
         """False where the tier is away, or something is still on its way to it: it is tried again."""
-        if not tier.usable or await self.is_under_way(tier, sessions):
+        if not tier.takes_deletions or await self.is_under_way(tier, sessions):
             return False
         try:
             await self._off_tier(tier, row, sessions, shards)

@@ -143,12 +143,17 @@ class WritePath:
         claim = self.claim(session_id, part, name)
         try:
             chunk_size = self._node.config.cache.chunk_size
-            wanted = disk_size(self.growth_bytes if size is None else size, chunk_size)
+            wanted = disk_size(self._first_bytes(part.run) if size is None else size, chunk_size)
             reservation = await self.reserve(wanted, part, wait_s)
         except BaseException:
             claim.close()
             raise
         return Admission(ShardKey(session_id, self._node.catalog.new_id()), reservation, claim)
+
+    def _first_bytes(self, run: str) -> int:
+        """For a stream whose length is not known: a small quota must not keep all such streams out."""
+        quota = self._node.budget.quotas.limit_of(run)
+        return self.growth_bytes if quota is None else min(self.growth_bytes, quota // 4)
 
     def claim(self, session_id: int, part: PartRef, name: str) -> contextlib.ExitStack:
         """One stream a name at a time."""
@@ -275,7 +280,7 @@ class WritePath:
     async def grow(self, reservation: Reservation, size: int) -> None:
         """For a stream whose length is not known. Raises CacheFull."""
         try:
-            await self.admitter.grow(reservation, size)
+            await self.admitter.grow(reservation, size, self.growth_bytes)
         finally:
             self._tell_movers()
 
@@ -383,7 +388,7 @@ class Incoming:
             raise InvalidArgument(f"shard {self._name!r}: more bytes than announced", size=self._size, received_bytes=end)
         with self._path._node.disk_refusals_shown():
             if self._size is None and (more := disk_size(end, self._chunk_size) - self._admitted.reservation.size) > 0:
-                await self._path.grow(self._admitted.reservation, max(more, self._path.growth_bytes))
+                await self._path.grow(self._admitted.reservation, more)
             self._offset = end
             await self._writer.write_chunk(crc, data)
         await self._path.admitter.slow_chunk(len(data), self._part.run)

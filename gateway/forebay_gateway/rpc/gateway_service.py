@@ -138,7 +138,7 @@ class GatewayService:
                     raise InvalidArgument("the first message of a PutMany stream names the part")
                 check_group(len(request.shards))
                 shards = [SmallShard(shard.name, shard.crc32c, memoryview(shard.data)) for shard in request.shards]
-                wait_s = _wait_s(request.admit_timeout_s, context)
+                wait_s = self._receiving.patience_s(_wait_s(request.admit_timeout_s, context))
                 del request  # the shards are copies
                 receipts = await self._paths.small.put(encode.part_ref(part), shards, wait_s)
                 del shards  # not held while the next one is waited for

@@ -14,6 +14,7 @@ from forebay_wire.frames import MAX_MESSAGE_BYTES
 
 RECEIVED_BYTES_MAX = MAX_MESSAGE_BYTES
 READING_MAX = 2
+KEPT_S_MAX = 2.0
 READ_ALONE_S = 0.25  # a client that has nothing to send yet must not keep others from sending
 
 T = TypeVar("T")
@@ -32,6 +33,11 @@ class Receiving:
     def held_bytes(self) -> int:
         """Of messages that were received and not dealt with."""
         return self._held
+
+    def patience_s(self, wait_s: float) -> float:
+        """For how long a message may be kept while it waits for something else, `wait_s` at most. What waits must not keep all
+        others out: beyond half of the memory it is given back soon, and comes again."""
+        return wait_s if 2 * self._held <= self._bytes_max else min(wait_s, KEPT_S_MAX)
 
     @asynccontextmanager
     async def next(self, receive: Callable[[], Coroutine[Any, Any, T]], size_of: Callable[[T], int]) -> AsyncIterator[T]:

@@ -62,6 +62,11 @@ class MonitoredTier:
         return self.state is TierState.OK and self.tier.capabilities is not None
 
     @property
+    def takes_deletions(self) -> bool:
+        """Whether something may be deleted there: also where it has no space, which is how it gets some."""
+        return self.usable or (self.state is TierState.FULL and self.tier.capabilities is not None)
+
+    @property
     def capabilities(self) -> Capabilities:
         """The proved record; raises Unavailable before the first successful probe."""
         if self.tier.capabilities is None:
