@@ -174,7 +174,8 @@ class Gateway:
             drains[tier.name] = self._wire_tier(tier)
         queue = Queue(node, drains)
         retention.pinned = queue.pinned
-        self.reloader = Reloader(node, self._read_again, [drain.order.reload for drain in drains.values()])
+        rules = [drain.order.reload for drain in drains.values()]
+        self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, partial(promote, node))
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
         paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption)

@@ -18,7 +18,6 @@ from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
 from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, StartupError
-from forebay_gateway.core.policy import policy_of
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
@@ -150,19 +149,19 @@ def budget_of(
         used=used,
         drain_rate=drain_rate,
         dirty=Dirty(catalog, clock, [tier.name for tier in config.tiers if tier.required]),
-        quotas=Quotas(lambda run: policy_of(run, config.policies).quota if config.policies else None),
+        quotas=Quotas(lambda run: None),  # see watch_quotas
         max_dirty_age_s=config.cache.max_dirty_age,
     )
 
 
 def watch_quotas(node: Node) -> None:
-    """Count what each run with a quota holds, from now on by the catalog's changes. To be called before shards are taken.
+    """Hold each run to the quota that its policy names by then, and count what runs hold, from now on by the catalog's changes.
+    To be called before shards are taken.
 
     What is there already is counted by sums of sessions, without the padding of files: what drains then comes to 0.
     """
     quotas = node.budget.quotas
-    if not any(policy.quota for policy in node.config.policies):
-        return
+    quotas.limit_of = lambda run: node.policy(run).quota if node.config.policies else None
     with node.catalog.read() as txn:
         for session_id in txn.sessions_with(lambda sums: sums.sealed):
             session, sums = txn.session(session_id), txn.session_sums(session_id)
@@ -177,7 +176,7 @@ def watch_quotas(node: Node) -> None:
                 return
             run = session.run
         quotas.moved(session_id, run, delta)
-        if delta < 0:
+        if delta < 0 and quotas.limit_of(run) is not None:
             node.budget.on_room()
 
     node.catalog.on_dirty(moved)
