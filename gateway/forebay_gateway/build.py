@@ -173,7 +173,7 @@ class Gateway:
         for tier in node.tiers.values():
             drains[tier.name] = self._wire_tier(tier)
         queue = Queue(node, drains)
-        retention.pinned = queue.pinned
+        retention.pinned, retention.deleted = queue.pinned, queue.deleted
         rules = [drain.order.reload for drain in drains.values()]
         self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, partial(promote, node))

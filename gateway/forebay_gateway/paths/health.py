@@ -120,12 +120,15 @@ class Health:
             budget.disk_usable()
 
     def _watch_age(self) -> None:
-        """How long ago the oldest that waits for a required tier was begun, or seen first by this process: no wall clock."""
+        """How long ago the oldest that waits for a required tier was begun, or seen first by this process: no wall clock. What
+        stays back by a rule or an operator's word is no reason to slow writers."""
         node, now_s = self._node, self._clock.monotonic()
         age_s = 0.0
         with node.catalog.read() as txn:
             for name in node.required_tiers:
-                if (entry := next(txn.pending(name), None)) is not None:
+                rests = node.resting.get(name, _never)
+                entries = islice(txn.pending(name), LOOK_AHEAD_MAX)
+                if (entry := next((entry for entry in entries if not rests(entry.order)), None)) is not None:
                     age_s = max(age_s, now_s - node.first_seen_s.setdefault(entry.key.session_id, now_s))
         node.budget.dirty_age_s = age_s
 

@@ -2,7 +2,7 @@
 
     hold, release, prio: marks on the checkpoint's row, which last -> every tier's order hears of it
     retry: what waits after a failure is tried now
-    a pin: what was left out on a tier goes after all
+    a pin, or the deletion of what is newer: what was left out on a tier goes after all
 
 Owns the words and the marks. Holding a whole tier is the drain's own; what goes next is order.py's.
 """
@@ -13,9 +13,10 @@ from functools import partial
 
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import InvalidArgument, NotFound
-from forebay_gateway.core.records import CheckpointRow, PublishState
+from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.core.schedule import Entry
 from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.newest import newest_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.skip import skipped_count
 
@@ -117,17 +118,27 @@ class Queue:
         with self._node.catalog.read() as txn:
             return [name for name in names if (row := txn.checkpoint(*name)) is not None and row.held]
 
+    async def deleted(self, row: CheckpointRow) -> None:
+        """A checkpoint is going: what is the run's newest complete one then goes to the tiers on which it was left out, since
+        nothing newer goes there in its place."""
+        newest, _ = await newest_of(self._node, row.run)
+        if newest is not None:
+            await self._let_go(newest)
+
     async def pinned(self, row: CheckpointRow) -> None:
         """A pin was set or taken off: what is pinned now goes to the tiers on which it was left out, while it is here."""
         with self._node.catalog.read() as txn:
             now = txn.checkpoint(row.run, row.step)
             sessions = [] if now is None else [session for number in now.session_ids if (session := txn.session(number))]
         for session in sessions if now is not None and now.pinned else ():
-            for tier, state in session.publish.items():
-                if state is PublishState.SKIPPED and tier in self._drains:
-                    await self._drains[tier].order.unskip(session.id)
+            await self._let_go(session)
         for session in sessions:
             self._node.changes.tell(session.id)
+
+    async def _let_go(self, session: SessionRow) -> None:
+        for tier, state in session.publish.items():
+            if state is PublishState.SKIPPED and tier in self._drains:
+                await self._drains[tier].order.unskip(session.id)
 
 
 def _parse(text: str) -> Name:
