@@ -30,6 +30,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "pfs"
 
 
+@pytest.mark.expected_logs("not drained before the stop")
 async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_drained(tmp_path: Path, root: Path) -> None:
     data = bytes(3 * MIB // 2)
     async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
@@ -114,6 +115,7 @@ async def test_a_disk_that_fails_is_told_and_used_again_by_itself(
         assert (await client.status()).health == "ok"
 
 
+@pytest.mark.expected_logs("not drained before the stop")
 async def test_every_acknowledgement_brings_the_pressure(tmp_path: Path, root: Path) -> None:
     async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
         await client.hold()
