@@ -1,4 +1,4 @@
-"""A checkpoint's class goes along: into documents that are written again, to other nodes, and with a commit that is said again."""
+"""A checkpoint's class goes along: into documents that are written again, to other nodes, with a commit that is said again."""
 
 from pathlib import Path
 

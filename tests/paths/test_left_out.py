@@ -8,7 +8,7 @@ import pytest
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import Unavailable
-from forebay_gateway.core.records import PublishState, ShardKey, ShardRow
+from forebay_gateway.core.records import PublishState, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
 from forebay_gateway.paths import order
 from forebay_gateway.paths.health import Health
@@ -200,3 +200,14 @@ async def test_what_is_urgent_is_known_however_much_waits(tmp_path: Path, monkey
         await node.save(6, kind="final")
         assert await node.batch() == f"{RUN}@6"
         assert await node.batch() == f"{RUN}@1"
+
+
+async def test_what_has_an_upload_under_way_has_begun_to_go(tmp_path: Path) -> None:
+    """Left out, it would leave its parts on the tier when it goes from the cache."""
+    async with SmallNode(tmp_path, SKIPS) as node:
+        assert await node.batches() == []  # what an earlier process had begun was looked at
+        await node.save(1)
+        await node.save(2)
+        await node.node.catalog.write(lambda txn: txn.record_upload(shard(node, 1).key, "near", UploadRow("key", "id")))
+        await lag(node)
+        assert sorted(await node.batches()) == ["1", "2"]

@@ -27,6 +27,7 @@ from forebay_gateway.tiers.monitor import MonitoredTier
 DISK_FULL_RETRY_S = 5.0
 DISK_FAILS_RETRY_S = 5.0
 EXPENDABLE_AGAIN_S = 1.0
+REST_FACTOR = 20  # a look at what may go takes at most this part of one core, however much there is
 CAPACITY_SHARE = 0.8  # of the disk, where none is configured
 
 
@@ -118,17 +119,19 @@ def capacity_of(configured: int | None, disk_bytes: int) -> int:
 
 class Dirty:
     """Bytes in the cache that wait for a required tier: as the catalog counts them, less what no tier is to hold and may go at
-    any time. That is looked up at most once a second."""
+    any time. That is looked up at most once a second, and more seldom where it takes long."""
 
     def __init__(self, catalog: Catalog, clock: Clock, required: Collection[str]) -> None:
         self._catalog, self._clock, self._required = catalog, clock, required
-        self._expendable, self._looked_s = 0, float("-inf")
+        self._expendable, self._look_again_s = 0, float("-inf")
 
     def __call__(self) -> int:
         now_s = self._clock.monotonic()
         with self._catalog.read() as txn:
-            if now_s - self._looked_s >= EXPENDABLE_AGAIN_S:
-                self._expendable, self._looked_s = expendable_bytes(txn, self._required), now_s
+            if now_s >= self._look_again_s:
+                self._expendable = expendable_bytes(txn, self._required)
+                took_s = self._clock.monotonic() - now_s
+                self._look_again_s = now_s + max(EXPENDABLE_AGAIN_S, REST_FACTOR * took_s)
             return max(0, txn.totals().dirty - self._expendable)
 
 

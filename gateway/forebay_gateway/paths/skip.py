@@ -42,7 +42,9 @@ def _may_be_left_out(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
         return False
     if session.publish.get(tier) is not PublishState.PENDING:
         return False
-    return not txn.session_progress(session.id, tier)[0] and _is_superseded(txn, session, tier)
+    if txn.session_progress(session.id, tier)[0] or txn.uploads_of(session.id, tier):  # it has begun to go
+        return False
+    return _is_superseded(txn, session, tier)
 
 
 def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
