@@ -1,7 +1,6 @@
 """A node that is about to go, on a clock that stands still: what is chosen, what is waited for, what is said."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ SKIPS = f'[[policy]]\nrun = "{RUN}"\nskip = true'
 
 def preemption(node: SmallNode) -> Preemption:
     """Of this node."""
-    return Preemption(node.node, partial(order.promote, node.node))
+    return Preemption(node.node, node.queue.first)
 
 
 async def test_a_run_whose_newest_is_out_leaves_the_tier_to_others(tmp_path: Path) -> None:
@@ -87,3 +86,14 @@ async def test_a_save_that_comes_meanwhile_is_chosen_by_each_preemption_under_wa
         for task in running:
             assert [each.session.step for each in await asyncio.wait_for(task, 5)] == [2]
         assert node.node.preemptions == 0
+
+
+async def test_what_waits_after_a_failure_is_tried_at_once(tmp_path: Path) -> None:
+    async with SmallNode(tmp_path) as node:
+        await node.save(1)
+        with node.node.catalog.read() as txn:
+            (row,) = txn.shards(node.session(1).id)
+        node.drains["near"]._not_before_s[row.key] = node.clock.monotonic() + 60.0
+        assert await node.batches() == []
+        await preemption(node).run(RUN, 0.0)
+        assert await node.batches() == ["1"]

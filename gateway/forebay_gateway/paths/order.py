@@ -296,9 +296,9 @@ def _all_here(txn: ReadTxn, session: SessionRow) -> bool:
     return all(part.state is PartState.COMMITTED and not part.is_adopted for part in txn.parts(session.id))
 
 
-async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> None:
-    """The checkpoint, all its sessions here, is of a more urgent class from now on, on every tier, also after a restart. Raises
-    NotFound."""
+async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> tuple[int, ...]:
+    """The checkpoint, all its sessions here, is of a more urgent class from now on, on every tier, also after a restart; their
+    ids. Raises NotFound."""
 
     def act(txn: WriteTxn) -> tuple[int, ...]:
         row = txn.checkpoint(run, step)
@@ -308,5 +308,7 @@ async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION)
             txn.set_kind(session_id, kind)
         return row.session_ids
 
-    for session_id in await node.catalog.write(act):
+    session_ids = await node.catalog.write(act)
+    for session_id in session_ids:
         node.changes.tell(session_id)
+    return session_ids

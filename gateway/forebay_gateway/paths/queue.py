@@ -18,6 +18,7 @@ from forebay_gateway.core.schedule import Entry
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.newest import newest_of
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.order import promote
 from forebay_gateway.paths.skip import skipped_count
 
 LISTED_MAX = 1000  # of each tier
@@ -117,6 +118,13 @@ class Queue:
             return list(names)
         with self._node.catalog.read() as txn:
             return [name for name in names if (row := txn.checkpoint(*name)) is not None and row.held]
+
+    async def first(self, run: str, step: int) -> None:
+        """The node is about to go: the checkpoint goes before all others, and what of it waits after a failure is tried now.
+        Raises NotFound."""
+        for session_id in await promote(self._node, run, step):
+            for drain in self._drains.values():
+                drain.retry_session(session_id)
 
     async def deleted(self, row: CheckpointRow) -> None:
         """A checkpoint is going: what is the run's newest complete one then goes to the tiers on which it was left out, since
