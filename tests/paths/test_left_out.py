@@ -8,9 +8,9 @@ import pytest
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import Unavailable
-from forebay_gateway.core.records import PublishState, ShardKey, ShardRow, UploadRow
+from forebay_gateway.core.records import CheckpointRow, PublishState, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
-from forebay_gateway.paths import order
+from forebay_gateway.paths import evict, order
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.safety import copy_lost, expendable_bytes
 from paths.order_kit import RUN, SmallNode
@@ -211,3 +211,24 @@ async def test_what_has_an_upload_under_way_has_begun_to_go(tmp_path: Path) -> N
         await node.node.catalog.write(lambda txn: txn.record_upload(shard(node, 1).key, "near", UploadRow("key", "id")))
         await lag(node)
         assert sorted(await node.batches()) == ["1", "2"]
+
+
+async def test_a_look_for_space_that_takes_long_is_not_repeated_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with SmallNode(tmp_path, TRANSIENT) as node:
+        looks = 0
+
+        def slow(*_: object) -> list[CheckpointRow]:
+            nonlocal looks
+            looks += 1
+            node.clock._now_s += 0.1
+            return []
+
+        monkeypatch.setattr(evict, "expendable", slow)
+        for _ in range(5):
+            await node.evictor.evict(1)
+        assert looks == 1
+        await node.clock.advance(evict.REST_FACTOR * 0.1)
+        await node.evictor.evict(1)
+        assert looks == 2

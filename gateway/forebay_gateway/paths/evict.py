@@ -24,6 +24,7 @@ from forebay_gateway.paths.safety import expendable
 log = logging.getLogger("forebay.evict")
 
 BATCH_SHARDS_MAX = 256
+REST_FACTOR = 20  # a look that finds nothing takes at most this part of one core, however much there is
 
 
 class Evictor:
@@ -34,6 +35,7 @@ class Evictor:
         self._readers: Counter[ShardKey] = Counter()
         self._unfinished: list[ShardRow] = []  # EVICTING, their files not removed yet
         self._lock = asyncio.Lock()
+        self._look_again_s = float("-inf")  # for what no tier is to hold
         self.drop_cache_only: Callable[[CheckpointRow], Awaitable[None]] | None = None  # Retention's
 
     def hold(self, key: ShardKey) -> None:
@@ -117,11 +119,16 @@ class Evictor:
     def _cache_only(self) -> list[CheckpointRow]:
         newest: dict[str, int] = {}
         found: list[tuple[int, CheckpointRow]] = []
+        began_s = self._node.clock.monotonic()
+        if began_s < self._look_again_s:
+            return []
         with self._node.catalog.read() as txn:
             for row in expendable(txn, self._node.required_tiers):
                 commit_seq = max(0 if (each := txn.session(number)) is None else each.commit_seq for number in row.session_ids)
                 newest[row.run] = max(newest.get(row.run, 0), commit_seq)
                 found.append((commit_seq, row))
+        if not found:  # who waits for space asks again and again
+            self._look_again_s = began_s + REST_FACTOR * (self._node.clock.monotonic() - began_s)
         found.sort(key=lambda each: (each[0] == newest[each[1].run], each[0]))
         return [row for _, row in found]
 
