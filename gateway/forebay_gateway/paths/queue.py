@@ -97,7 +97,7 @@ class Queue:
         if action == "prio" and not ids:
             raise InvalidArgument("prio needs the checkpoints that go first; `forebay queue` lists them")
         names = list(dict.fromkeys(map(_parse, ids))) if ids else await self._all(action)
-        sessions = await self._node.catalog.write(partial(_mark, action, names))
+        sessions = await self._node.catalog.write(partial(_mark, action, names, bool(ids)))
         for session_id in sessions:
             if action == "retry":
                 for drain in self._drains.values():
@@ -156,11 +156,13 @@ def _parse(text: str) -> Name:
     return run, int(step)
 
 
-def _mark(action: str, names: Collection[Name], txn: WriteTxn) -> list[int]:
+def _mark(action: str, names: Collection[Name], named: bool, txn: WriteTxn) -> list[int]:
     sessions: list[int] = []
     for run, step in names:
         row = txn.checkpoint(run, step)
         if row is None or row.deleting:
+            if not named:  # gone since all were looked up
+                continue
             raise NotFound(f"no checkpoint {run}@{step} is known here; `forebay queue` lists what waits", run=run, step=step)
         if action in ("hold", "release"):
             txn.set_held(run, step, action == "hold")
