@@ -324,7 +324,8 @@ class Gateway:
         for outcome in outcomes:
             if outcome.missed:
                 session, missed = outcome.session, ",".join(level for level, _ in outcome.missed)
-                log.warning("not drained before the stop run=%s step=%s levels=%s", session.run, session.step, missed)
+                level = logging.WARNING if outcome.complete else logging.INFO  # nobody was promised what is incomplete
+                log.log(level, "not drained before the stop run=%s step=%s levels=%s", session.run, session.step, missed)
 
     async def _stop(self, grace_s: float) -> None:
         """In order: no new calls, streams and leases end, workers finish their step, movers and catalog end, the lock goes."""

@@ -66,6 +66,7 @@ async def test_a_wait_for_what_nobody_knows_ends(tmp_path: Path) -> None:
             await client.wait("nobody", 1, "pfs", timeout=20)
 
 
+@pytest.mark.expected_logs("not drained before the stop")
 async def test_status_does_not_read_the_shards_of_what_only_waits_for_a_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
