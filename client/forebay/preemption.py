@@ -4,7 +4,6 @@ Owns the signal and the time that is left after it. Does not own the saving, nor
 """
 
 import signal
-import threading
 import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
@@ -14,6 +13,7 @@ from forebay.api import Client
 from forebay.errors import InvalidArgument
 from forebay.types import Preempted
 
+LOOK_S = 0.05
 GRACE_S = 30.0  # what schedulers commonly leave between SIGTERM and SIGKILL
 
 
@@ -45,8 +45,7 @@ class Preemption:
         self._grace_s = grace_s
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
-        self._requested = threading.Event()
-        self._until_s = 0.0
+        self._until_s: float | None = None  # no lock: a handler runs in the midst of whatever the main thread does
 
     def __enter__(self) -> "Preemption":
         """Raises ValueError outside the main thread."""
@@ -62,22 +61,24 @@ class Preemption:
     @property
     def requested(self) -> bool:
         """Whether the signal has come."""
-        return self._requested.is_set()
+        return self._until_s is not None
 
     @property
     def remaining_s(self) -> float:
         """Seconds left; all of them before the signal."""
-        return max(0.0, self._until_s - time.monotonic()) if self.requested else self._grace_s
+        return self._grace_s if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the signal comes, at most `timeout` seconds; whether it came."""
-        return self._requested.wait(timeout)
+        until_s = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.requested and (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(LOOK_S, left_s))
+        return self.requested
 
     def request(self) -> None:
         """As if the signal had come: for schedulers that say it another way. The first time counts."""
         if not self.requested:
             self._until_s = time.monotonic() + self._grace_s
-            self._requested.set()
 
     def finish(self, margin_s: float = 2.0) -> tuple[Preempted, ...]:
         """Client.preempt() with what is left, less `margin_s`."""

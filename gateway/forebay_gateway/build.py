@@ -24,7 +24,7 @@ from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged, is_damage
 from forebay_gateway.core.config_sections import Config, TierConfig
-from forebay_gateway.core.errors import StartupError
+from forebay_gateway.core.errors import ForebayError, StartupError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.paths.admit import budget_of, capacity_of, watch_quotas
@@ -51,7 +51,6 @@ from forebay_gateway.paths.lease import Leases
 from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.order import promote
 from forebay_gateway.paths.preempt import Preemption
 from forebay_gateway.paths.queue import Queue
 from forebay_gateway.paths.read import ReadPath
@@ -173,9 +172,10 @@ class Gateway:
         for tier in node.tiers.values():
             drains[tier.name] = self._wire_tier(tier)
         queue = Queue(node, drains)
-        retention.pinned = queue.pinned
-        self.reloader = Reloader(node, self._read_again, [drain.order.reload for drain in drains.values()])
-        preemption = self._preemption = Preemption(node, partial(promote, node))
+        retention.pinned, retention.deleted = queue.pinned, queue.deleted
+        rules = [drain.order.reload for drain in drains.values()]
+        self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
+        preemption = self._preemption = Preemption(node, queue.first)
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
         paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption)
         mender = Mender(node, reads)
@@ -316,7 +316,12 @@ class Gateway:
         """Who stops us may be about to take the node: the newest complete checkpoint goes on, as far as it can by then."""
         if self._preemption is None or not self._crew.is_running or self._catalog_failed.done():
             return
-        for outcome in await self._preemption.run("", grace_s, while_it_can=True):
+        try:
+            outcomes = await self._preemption.run("", grace_s, while_it_can=True)
+        except ForebayError as error:  # a full disk, perhaps: the stop goes on
+            log.warning("the newest checkpoint could not be put first before the stop error=%s", error)
+            return
+        for outcome in outcomes:
             if outcome.missed:
                 session, missed = outcome.session, ",".join(level for level, _ in outcome.missed)
                 log.info("stopping; the rest waits in the cache run=%s step=%s levels=%s", session.run, session.step, missed)

@@ -125,6 +125,9 @@ class PartRecord:
     metadata: dict[str, Any] = field(default_factory=dict)
     packs: tuple[PackEntry, ...] = ()
     kind: str = ""  # "final" or "preemption"; "" for a periodic one, and in documents of releases that knew no kinds
+    tiers: tuple[str, ...] | None = (
+        None  # in a cache's part file: what a policy restricts it to, none: it is transient; None: all
+    )
 
     def files(self) -> Iterator[tuple[ShardEntry, PackIndex | None]]:
         """Every file there is of it: shards, then packs with their index."""
@@ -151,6 +154,7 @@ class PartRecord:
                 "node": self.node,
                 "metadata": self.metadata,
                 **({"kind": self.kind} if self.kind else {}),
+                **({} if self.tiers is None else {"tiers": list(self.tiers)}),
                 **_files_to_json(self),
             }
         )
@@ -171,6 +175,7 @@ class PartRecord:
                 metadata=_object(body["metadata"]),
                 packs=_packs_from_json(body),
                 kind=_text(body.get("kind", "")),
+                tiers=tuple(map(_text, _list(body["tiers"]))) if "tiers" in body else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"part record: {_clause(error)}") from error

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any, cast
@@ -82,3 +83,26 @@ def test_a_time_that_makes_no_sense(grace_s: float) -> None:
 def test_a_deadline_that_makes_no_sense(deadline: Any) -> None:
     with forebay.Client("unix:///nowhere.sock") as client, pytest.raises(InvalidArgument, match="deadline"):
         client.preempt(deadline)
+
+
+def test_a_signal_at_any_point_of_a_wait_is_taken() -> None:
+    """A handler runs between any two lines of the main thread, so it must not wait for what that thread holds."""
+    for line in range(1, 30):
+        leaving = handler(Asked(), grace_s=60)
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: Any, line: int = line, leaving: forebay.Preemption = leaving) -> Any:
+            nonlocal count
+            count += event == "line"
+            if count == line and event == "line":
+                leaving._note(signal.SIGTERM, None)
+            return trace
+
+        def wait(leaving: forebay.Preemption = leaving, trace: Any = trace) -> None:
+            sys.settrace(trace)
+            leaving.wait(0.2)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive(), line

@@ -70,7 +70,7 @@ class SmallNode:
         }
         self.completions = {name: Completion(node, tier, self.drains[name]) for name, tier in node.tiers.items()}
         self.queue = Queue(node, self.drains)
-        self.retention.pinned = self.queue.pinned
+        self.retention.pinned, self.retention.deleted = self.queue.pinned, self.queue.deleted
         for tier in node.tiers.values():
             await tier.step()
         return self
@@ -96,10 +96,18 @@ class SmallNode:
         await self.__aenter__()
 
     async def save(
-        self, step: int, *, run: str = RUN, writers: int = 1, writer: int = 0, kind: str = "", shards: int = 1
+        self,
+        step: int,
+        *,
+        run: str = RUN,
+        writers: int = 1,
+        writer: int = 0,
+        kind: str = "",
+        shards: int = 1,
+        session: str = "",
     ) -> Committed:
         """One writer's part."""
-        part = PartRef(run, step, f"s{step}", writer, writers)
+        part = PartRef(run, step, session or f"s{step}", writer, writers)
         data = {f"w{writer}-{number}": SHARD for number in range(shards)}
         await self.small.put(part, [SmallShard(name, crc32c(body), memoryview(body)) for name, body in data.items()])
         expected = [Expected(name, len(body), crc32c(body)) for name, body in data.items()]

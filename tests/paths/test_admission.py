@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from forebay.errors import CacheFull, Unavailable
 from forebay.errors import InvalidArgument as InvalidArgumentThere
@@ -19,9 +20,8 @@ from forebay_gateway.core.errors import CacheFull as CacheFullHere
 from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument, StartupError
 from forebay_gateway.paths import health
 from forebay_gateway.paths.admit import capacity_of
+from forebay_gateway.paths.reload import Reloader
 from paths.kit import client_of, serving, tier, until
-
-pytestmark = pytest.mark.expected_logs("not drained before the stop")  # what a test holds back
 
 MIB = 1 << 20
 QUOTA = '[[policy]]\nrun = "held"\nquota = "2MiB"\n'
@@ -45,7 +45,11 @@ async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_
         async with client.checkpoint("other", 1, session="s") as part:
             await part.put("x", data)
             await part.commit()
-        assert gateway.node.budget.quotas.over("other", 1 << 40) == 0  # it has none
+        assert gateway.node.budget.over_quota("other", 100 * MIB) == 0  # it has none
+        now = gateway.node.config
+        wanted = replace(now, policies=(*now.policies, PolicyConfig(run="other", quota=2 * MIB)))
+        assert Reloader(gateway.node, lambda: wanted, []).reload().changed == ("policy",)
+        assert gateway.node.budget.over_quota("other", MIB) > 0  # what it holds already counts
     async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
         quotas = gateway.node.budget.quotas
         assert len(data) <= quotas.held("held") <= held

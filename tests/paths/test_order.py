@@ -313,7 +313,7 @@ async def test_what_the_scheduler_was_never_told_of_is_found_in_the_queue(tmp_pa
 
 
 async def test_finding_the_parts_of_a_long_queue_reads_no_shards(tmp_path: Path) -> None:
-    async with SmallNode(tmp_path, capacity="64MiB") as node:
+    async with SmallNode(tmp_path, capacity="512MiB") as node:  # far below the watermark: nobody moves the clock
         for step in range(1, 4):
             await node.save(step, shards=500)
         with node.node.catalog.read() as txn:
@@ -388,3 +388,15 @@ async def test_a_skip_and_a_pin_at_once_never_publish_what_lacks_a_copy(
         assert node.states("near", 1, 2) == ["skipped", "complete"]
         with node.node.catalog.read() as txn:
             assert txn.totals().tiers["near"].copies == 0
+
+
+async def test_an_operator_s_word_on_all_passes_over_what_has_gone_meanwhile(tmp_path: Path) -> None:
+    async with SmallNode(tmp_path) as node:
+        await node.save(1)
+        await node.save(2)
+        await node.drains["near"].order.catch_up()
+        await node.node.catalog.write(lambda txn: txn.drop_session(node.session(1).id))
+        assert await node.queue.change("hold", []) == [f"{RUN}@1", f"{RUN}@2"]
+        assert await node.batches() == []
+        with pytest.raises(NotFound):
+            await node.queue.change("hold", [f"{RUN}@1"])

@@ -1,8 +1,8 @@
 """What each run holds of the cache while it waits for a tier, against its `[[policy]] quota`.
 
 Owns the sums: bytes reserved and not yet verified where they must be, by run. Does not own who tells (paths/admit.py: the
-catalog's own changes), nor the space of all runs together (budget.py). Runs without a quota are counted too: they may get one
-while this process runs.
+catalog's own changes), nor the space of all runs together (budget.py). Runs without a quota are counted too: they may be given
+one at any time.
 """
 
 from collections import Counter

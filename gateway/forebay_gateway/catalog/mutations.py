@@ -24,7 +24,7 @@ from forebay_gateway.core.records import (
     Totals,
     UploadRow,
 )
-from forebay_gateway.core.schedule_rows import Kind
+from forebay_gateway.core.schedule_rows import Kind, kind_named
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState, next_copy_state, next_shard_state
 from forebay_wire.manifest import Manifest, PartRecord, ShardEntry
 from forebay_wire.packs import PackIndex
@@ -198,9 +198,12 @@ class WriteTxn(RowKeeper):
         self._put_session(row)
         return row
 
-    def set_kind(self, session_id: int, kind: Kind) -> SessionRow:
-        """The session is of this class now, where it was of a less urgent one. Raises NotFound."""
+    def set_kind(self, session_id: int, kind: Kind, writer: int | None = None) -> SessionRow:
+        """The session is of this class now, where it was of a less urgent one, and the part of `writer`. Raises NotFound."""
         session = self._session(session_id)
+        if writer is not None:
+            part = self._part(session_id, writer)
+            self._put_part(replace(part, kind=min(part.kind, kind)))
         row = replace(session, kind=min(session.kind, kind))
         self._put_session(row)
         return row
@@ -366,6 +369,7 @@ class WriteTxn(RowKeeper):
         for part in manifest.parts:
             if self.part(session_id, part.writer) is None:
                 self._put_part(_adopted_part(session_id, part))
+        self.set_kind(session_id, min(map(_kind_of, manifest.parts), default=Kind.PERIODIC))
         return self.set_publish(session_id, tier, PublishState.COMPLETE)
 
     def rewrite_totals(self) -> Totals:
@@ -458,4 +462,9 @@ def _adopted_part(session_id: int, part: PartRecord) -> PartRow:
         packs_size=packs_size,
         packed=sum(map(len, indexes)),
         packed_size=sum(index.size for index in indexes),
+        kind=_kind_of(part),
     )
+
+
+def _kind_of(part: PartRecord) -> Kind:
+    return kind_named(part.kind)

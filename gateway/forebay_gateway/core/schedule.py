@@ -15,9 +15,11 @@ For operators, the rules in their order:
 7.  *Cadence*: with `every = N` a periodic checkpoint goes when N have come since the last one that went, with `min_interval`
     when so much time has passed. Until then it is held back, and does not count as waiting. One that has not begun to go when
     a newer complete checkpoint of its run is here is *skipped*. One that nothing supersedes for `defer_max` goes after all: a
-    job that ended without a final save still gets its last state out.
+    job that ended without a final save still gets its last state out. One that may not be skipped (rule 9, or its writers use
+    several nodes) goes once a newer one is here: held back, they would pile up in the cache.
 8.  *Lag*: with `skip_superseded`, a periodic checkpoint that has waited for `lag` and is superseded by a newer complete one
-    is skipped, so that the newest state gets out soonest. The newer one takes over the time for which it has waited.
+    is skipped, so that the newest state gets out soonest. The newer one takes over the time for which it has waited. One that
+    is held supersedes nothing.
 9.  Never skipped: what is pinned, final, from a preemption, prioritised, held, or has begun to go. (Were a begun one skipped, a
     tier that needs longer than the interval would never complete anything.)
 
@@ -125,7 +127,13 @@ class Scheduler:
         if checkpoint is None or checkpoint.complete:
             return
         checkpoint.complete = True
+        self._supersede(checkpoint)
+
+    def _supersede(self, checkpoint: Checkpoint) -> None:
+        """It takes the place of older ones, unless it is held: then it does not go itself."""
         run = checkpoint.run
+        if not checkpoint.complete or any(self._parts[order].held for order in checkpoint.parts):
+            return
         run.completed(checkpoint)
         while run.latest and run.latest[0][0] < run.newest_complete:
             self._may_skip(heappop(run.latest)[2])
@@ -137,10 +145,8 @@ class Scheduler:
             return
         for order in list(checkpoint.parts):
             self._drop(self._parts[order])
-        run = checkpoint.run
-        run.finished.pop(session_id, None)
-        run.complete.pop(checkpoint.order, None)
-        run.newest_complete = max(run.complete, default=0)
+        checkpoint.run.finished.pop(session_id, None)
+        checkpoint.run.no_more_complete(checkpoint)
 
     def whole_here(self, session_id: int) -> None:
         """All parts of the checkpoint are on this node, so this node decides on it."""
@@ -231,6 +237,7 @@ class Scheduler:
         for order in orders:
             if (waiting := self._parts.get(order)) is not None:
                 waiting.held = True
+                waiting.checkpoint.run.no_more_complete(waiting.checkpoint)
                 self._list_checkpoint(waiting.checkpoint)
 
     def release(self, orders: Iterable[int] | None = None) -> None:
@@ -239,10 +246,11 @@ class Scheduler:
             self._held = False
             orders = [order for order, waiting in self._parts.items() if waiting.held]
         for order in orders:
-            if (waiting := self._parts.get(order)) is not None:
+            if (waiting := self._parts.get(order)) is not None and waiting.held:
                 waiting.held = False
                 self._list_part(waiting)
                 self._may_skip(waiting.checkpoint)
+                self._supersede(waiting.checkpoint)
 
     def prioritise(self, orders: Iterable[int]) -> None:
         """These go first, in this order, behind those that were named before."""
@@ -382,6 +390,9 @@ class Scheduler:
         """It is superseded, or something changed that had kept it: look at it when its time comes."""
         if not checkpoint.is_superseded:
             return
+        if checkpoint.deferred_until_s and not checkpoint.may_skip:  # it is to go all the same, so what it waited for is here
+            checkpoint.deferred_until_s = 0.0
+            self._list_checkpoint(checkpoint)
         run, number = checkpoint.run, next(self._count)
         if run.rules.has_cadence:
             heappush(self._skips, (0.0, number, checkpoint))

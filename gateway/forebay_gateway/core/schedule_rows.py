@@ -135,6 +135,12 @@ class Run:
             del self.complete[min(self.complete)]
         self.newest_complete = max(self.complete)
 
+    def no_more_complete(self, checkpoint: "Checkpoint") -> None:
+        """It was deleted, or is held: it supersedes nothing."""
+        if self.complete.get(checkpoint.order) is checkpoint:
+            del self.complete[checkpoint.order]
+            self.newest_complete = max(self.complete, default=0)
+
     def finish(self, checkpoint: "Checkpoint") -> None:
         """No part of it waits any more."""
         self.waiting -= 1
@@ -208,6 +214,8 @@ class Checkpoint:
         """The time before which cadence lets it not go; 0 where it is due."""
         run, rules = self.run, self.run.rules
         if self.kind is not Kind.PERIODIC or self.started or self.pinned or run.taken is None:
+            return 0.0
+        if self.is_superseded and not self.may_skip:
             return 0.0
         until_s = run.taken_s + rules.min_interval_s if rules.min_interval_s else 0.0
         if rules.every > 1 and self.ordinal - run.taken < rules.every:

@@ -19,7 +19,6 @@ from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
 from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument, StartupError
-from forebay_gateway.core.policy import policy_of
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
@@ -29,6 +28,7 @@ from forebay_gateway.tiers.monitor import MonitoredTier
 DISK_FULL_RETRY_S = 5.0
 DISK_FAILS_RETRY_S = 5.0
 EXPENDABLE_AGAIN_S = 1.0
+REST_FACTOR = 20  # a look at what may go takes at most this part of one core, however much there is
 CAPACITY_SHARE = 0.8  # of the disk, where none is configured
 
 
@@ -136,17 +136,19 @@ def capacity_of(configured: int | None, disk_bytes: int) -> int:
 
 class Dirty:
     """Bytes in the cache that wait for a required tier: as the catalog counts them, less what no tier is to hold and may go at
-    any time. That is looked up at most once a second."""
+    any time. That is looked up at most once a second, and more seldom where it takes long."""
 
     def __init__(self, catalog: Catalog, clock: Clock, required: Collection[str]) -> None:
         self._catalog, self._clock, self._required = catalog, clock, required
-        self._expendable, self._looked_s = 0, float("-inf")
+        self._expendable, self._look_again_s = 0, float("-inf")
 
     def __call__(self) -> int:
         now_s = self._clock.monotonic()
         with self._catalog.read() as txn:
-            if now_s - self._looked_s >= EXPENDABLE_AGAIN_S:
-                self._expendable, self._looked_s = expendable_bytes(txn, self._required), now_s
+            if now_s >= self._look_again_s:
+                self._expendable = expendable_bytes(txn, self._required)
+                took_s = self._clock.monotonic() - now_s
+                self._look_again_s = now_s + max(EXPENDABLE_AGAIN_S, REST_FACTOR * took_s)
             return max(0, txn.totals().dirty - self._expendable)
 
 
@@ -172,13 +174,14 @@ def budget_of(
         used=used,
         drain_rate=drain_rate,
         dirty=Dirty(catalog, clock, [tier.name for tier in config.tiers if tier.required]),
-        quotas=Quotas(lambda run: policy_of(run, config.policies).quota),
+        quotas=Quotas(lambda run: None),  # see watch_quotas
         max_dirty_age_s=config.cache.max_dirty_age,
     )
 
 
 def watch_quotas(node: Node) -> None:
-    """Count what each run holds, from now on by the catalog's changes. To be called before shards are taken.
+    """Hold each run to the quota that its policy names by then, and count what runs hold, from now on by the catalog's changes.
+    To be called before shards are taken.
 
     What is there already is counted by sums of sessions, without the padding of files: what drains then comes to 0.
     """
@@ -198,7 +201,7 @@ def watch_quotas(node: Node) -> None:
                 return
             run = session.run
         quotas.moved(session_id, run, delta)
-        if delta < 0:
+        if delta < 0 and quotas.limit_of(run) is not None:
             node.budget.on_room()
 
     node.catalog.on_dirty(moved)

@@ -21,7 +21,7 @@ from forebay_gateway.core.errors import AlreadyExists, ForebayError, Incomplete,
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
 from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
-from forebay_gateway.paths.node import SHARD_BYTES, Node
+from forebay_gateway.paths.node import SHARD_BYTES, Node, is_undecided
 from forebay_gateway.paths.pages import all_shards, inside, let_go, page_of
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
@@ -95,7 +95,7 @@ class CommitPath:
                         writer=part.writer,
                     )
                 if kind < row.kind:  # said again, and now that it is more urgent
-                    await self._node.catalog.write(lambda txn: txn.set_kind(session_id, kind))
+                    await self._node.catalog.write(lambda txn: txn.set_kind(session_id, kind, part.writer))
             else:
                 await self._node.aside(size, lambda: compare(part, expected, there))
                 if await self._joiner.join(session_id, part):
@@ -129,7 +129,9 @@ class CommitPath:
     async def _make_durable(
         self, part: PartRef, session_id: int, landed: Sequence[ShardRow], metadata_json: str, kind: Kind
     ) -> None:
-        document = await part_document(self._node, part, landed, metadata_json, kind)
+        with self._node.catalog.read() as txn:
+            only, _ = where_to(self._node, txn, session_id, self._node.only_tiers(part.run))
+        document = await part_document(self._node, part, landed, metadata_json, kind, only)
         commit_seq = await self._node.catalog.write(lambda txn: txn.next_commit_seq())
         shard_ids = [row.shard_id for row in landed]
         failpoints.hit("commit.before_part_file")
@@ -137,8 +139,8 @@ class CommitPath:
         def act(txn: WriteTxn) -> None:
             if txn.shard_ids(session_id, part.writer) != shard_ids:
                 raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
-            only, tiers = where_to(self._node, txn, session_id)
-            txn.commit_part(session_id, part.writer, metadata_json, tiers, commit_seq, kind=kind, only=only)
+            now, tiers = where_to(self._node, txn, session_id, only)
+            txn.commit_part(session_id, part.writer, metadata_json, tiers, commit_seq, kind=kind, only=now)
 
         try:
             await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
@@ -215,11 +217,14 @@ def check_kind(name: str) -> Kind:
     raise InvalidArgument(f"a checkpoint is periodic, final or preemption, not {name!r}")
 
 
-def where_to(node: Node, txn: ReadTxn, session_id: int) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """What a policy restricts the session to, and the tiers that it goes to. Raises NotFound."""
+def where_to(
+    node: Node, txn: ReadTxn, session_id: int, first: tuple[str, ...] | None
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """What the session is restricted to, `first` where this is its first commit, and the tiers that it goes to. Raises
+    NotFound."""
     if (session := txn.session(session_id)) is None:
         raise NotFound("the session was dropped meanwhile", session_id=session_id)
-    only = node.restriction_of(session)
+    only = first if is_undecided(session) else session.tiers
     return only, tuple(name for name in node.tier_names if only is None or name in only)
 
 
@@ -301,10 +306,15 @@ def compare(part: PartRef, expected: Sequence[Expected], landed: Sequence[NamedS
 
 
 async def part_document(
-    node: Node, part: PartRef, rows: Sequence[ShardRow], metadata_json: str, kind: Kind = Kind.PERIODIC
+    node: Node,
+    part: PartRef,
+    rows: Sequence[ShardRow],
+    metadata_json: str,
+    kind: Kind = Kind.PERIODIC,
+    only: tuple[str, ...] | None = None,
 ) -> bytes:
     """The document of one writer's part, made from the catalog without holding up the event loop. Raises NotFound."""
-    record = await whole_record(node, part, rows, metadata_json, kind)
+    record = replace(await whole_record(node, part, rows, metadata_json, kind), tiers=only)
     return await node.aside(document_bytes(rows), record.to_json)
 
 
@@ -321,6 +331,11 @@ async def whole_record(
         await asyncio.sleep(0)
     record = await node.aside(document_bytes(rows), lambda: _record(tables, node.id, part, rows, metadata_json))
     await let_go(tables)
+    return of_kind(record, kind)
+
+
+def of_kind(record: PartRecord, kind: Kind) -> PartRecord:
+    """The record with its class, which is only said where it is not the usual one."""
     return record if kind is Kind.PERIODIC else replace(record, kind=kind.name.lower())
 
 

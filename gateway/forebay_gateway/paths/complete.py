@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from forebay_gateway.base import failpoints
@@ -28,6 +29,7 @@ from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.pins import is_going
+from forebay_gateway.paths.skip import outdo
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
@@ -166,6 +168,10 @@ class Completion:
         self._drain.forget_session(session_id)
 
     def _part_verified(self, txn: ReadTxn, part: PartRow) -> bool:
+        verified, _, _, _ = txn.part_progress(part.session_id, part.writer, self._tier.name)
+        return verified >= part.shard_count  # copies that were left out are none
+
+    def _is_out_of_queue(self, txn: ReadTxn, part: PartRow) -> bool:
         verified, shards, _, _ = txn.part_progress(part.session_id, part.writer, self._tier.name)
         return verified == shards
 
@@ -326,7 +332,7 @@ class Completion:
         if there is None:
             return False
         if there.session == session.session:
-            if not self._all_verified_here(session):
+            if not self._all_here(session, self._part_verified):
                 return False  # begun before a restart: proved first, since what is complete may be evicted
             await self._tier.tier.settle(key)
             if await self._step_goes(session):
@@ -338,14 +344,14 @@ class Completion:
         with self._node.catalog.read() as txn:
             whole = not missing_parts(txn, session)
         # What all writers committed is brought out first. What can never be whole would stay in the queue for ever.
-        if not (self._all_verified_here(session) if whole else await self._skip_rest(session)):
+        if not (self._all_here(session, self._is_out_of_queue) if whole else await self._skip_rest(session)):
             return False
         await self._yield_to(session, there)
         return True
 
-    def _all_verified_here(self, session: SessionRow) -> bool:
+    def _all_here(self, session: SessionRow, holds: Callable[[ReadTxn, PartRow], bool]) -> bool:
         with self._node.catalog.read() as txn:
-            return all(self._part_verified(txn, part) for part in txn.parts(session.id) if not part.is_adopted)
+            return all(holds(txn, part) for part in txn.parts(session.id) if not part.is_adopted)
 
     async def _skip_rest(self, session: SessionRow) -> bool:
         """Skip the queued copies of a session that another one superseded; False while a copy is still under way."""
@@ -387,18 +393,20 @@ class Completion:
 
     async def _finished(self, session: SessionRow, state: PublishState) -> None:
 
-        def act(txn: WriteTxn) -> None:
+        def act(txn: WriteTxn) -> tuple[int, ...]:
             txn.set_publish(session.id, self._tier.name, state)
             if state is PublishState.COMPLETE and session.reason:
                 txn.set_reason(session.id, "")  # what was in the way is not any more; another tier says so again if it is
+            return outdo(session.id, self._tier.name, txn)
 
-        await self._node.catalog.write(act)
+        outdone = await self._node.catalog.write(act)
         failpoints.hit("complete.done")
         if state is PublishState.COMPLETE:
             for listener in self._node.on_complete:
                 listener(self._tier.name, session.run, session.step)
-        await mark_evictable(self._node, session.id)
-        self._node.changes.tell(session.id)
+        for session_id in (session.id, *outdone):
+            await mark_evictable(self._node, session_id)
+            self._node.changes.tell(session_id)
 
     async def _cannot(self, session: SessionRow, reason: str) -> None:
         self._look_later(session.id)

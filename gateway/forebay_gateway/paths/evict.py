@@ -1,6 +1,6 @@
 """Space, made only from what every required tier holds verified, and from what by policy no tier is to hold.
 
-    first: a checkpoint that is transient, or was left out on every tier and outlived (safety.is_expendable), as a whole
+    first: a checkpoint that is transient, or was left out on every tier and outlived (safety.expendable), as a whole
     then: oldest EVICTABLE shard that nobody reads and nobody pinned -> EVICTING -> unlink, directory synced -> EVICTED
 
 Owns the choice and the order of acts. Dirty data is not in the index it reads from, so it cannot be chosen.
@@ -19,11 +19,12 @@ from forebay_gateway.core.records import CheckpointRow, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards
-from forebay_gateway.paths.safety import is_expendable
+from forebay_gateway.paths.safety import expendable
 
 log = logging.getLogger("forebay.evict")
 
 BATCH_SHARDS_MAX = 256
+REST_FACTOR = 20  # a look that finds nothing takes at most this part of one core, however much there is
 
 
 class Evictor:
@@ -34,6 +35,7 @@ class Evictor:
         self._readers: Counter[ShardKey] = Counter()
         self._unfinished: list[ShardRow] = []  # EVICTING, their files not removed yet
         self._lock = asyncio.Lock()
+        self._look_again_s = float("-inf")  # for what no tier is to hold
         self.drop_cache_only: Callable[[CheckpointRow], Awaitable[None]] | None = None  # Retention's
 
     def hold(self, key: ShardKey) -> None:
@@ -99,32 +101,36 @@ class Evictor:
         for row in self._cache_only():
             if freed >= wanted:
                 break
+            if self._is_read(row):
+                continue
             used = self._node.budget.used
             try:
                 await drop(row)
-            except (NotFound, Unavailable) as error:  # another session of it was begun meanwhile
+            except (NotFound, Unavailable) as error:  # it is another one now: begun anew, pinned, or the run's newest
                 log.info("a checkpoint that is to leave the cache stays run=%s step=%s reason=%s", row.run, row.step, error)
                 continue
             log.info("evicted a checkpoint that no tier was to hold run=%s step=%s", row.run, row.step)
             freed += max(0, used - self._node.budget.used)
         return freed
 
+    def _is_read(self, row: CheckpointRow) -> bool:
+        return any(key.session_id in row.session_ids for key in self._readers)
+
     def _cache_only(self) -> list[CheckpointRow]:
-        read = {key.session_id for key in self._readers}
-        found: list[tuple[int, CheckpointRow]] = []
         newest: dict[str, int] = {}
+        found: list[tuple[int, CheckpointRow]] = []
+        began_s = self._node.clock.monotonic()
+        if began_s < self._look_again_s:
+            return []
         with self._node.catalog.read() as txn:
-            for session_id in txn.cache_only():
-                session = txn.session(session_id)
-                row = None if session is None else txn.checkpoint(session.run, session.step)
-                if session is None or row is None or row.pinned or row.deleting or read.intersection(row.session_ids):
-                    continue
-                newest[row.run] = max(newest.get(row.run, 0), session.commit_seq)
-                others = [txn.session(number) for number in row.session_ids]
-                if all(each is not None and is_expendable(txn, each, self._node.required_tiers) for each in others):
-                    found.append((session.commit_seq, row))
+            for row in expendable(txn, self._node.required_tiers):
+                commit_seq = max(0 if (each := txn.session(number)) is None else each.commit_seq for number in row.session_ids)
+                newest[row.run] = max(newest.get(row.run, 0), commit_seq)
+                found.append((commit_seq, row))
+        if not found:  # who waits for space asks again and again
+            self._look_again_s = began_s + REST_FACTOR * (self._node.clock.monotonic() - began_s)
         found.sort(key=lambda each: (each[0] == newest[each[1].run], each[0]))
-        return list({(row.run, row.step): row for _, row in found}.values())
+        return [row for _, row in found]
 
     def _choose(self, wanted: int) -> list[ShardRow]:
         chosen: list[ShardRow] = []

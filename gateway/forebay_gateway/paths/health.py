@@ -121,12 +121,13 @@ class Health:
 
     def _watch_age(self) -> None:
         """How long ago the oldest that waits for a required tier was begun, or seen first by this process: no wall clock. What
-        the drain could not move however fast it were, as some writers will never commit, must slow nobody for good."""
+        stays back by a rule or an operator's word, or waits for writers that may never commit, is no reason to slow anybody."""
         node, now_s = self._node, self._clock.monotonic()
         age_s = 0.0
         with node.catalog.read() as txn:
             for name in node.required_tiers:
-                entries = islice(txn.pending(name), LOOK_AHEAD_MAX)
+                rests = node.resting.get(name, _never)
+                entries = (entry for entry in islice(txn.pending(name), LOOK_AHEAD_MAX) if not rests(entry.order))
                 if (entry := next((entry for entry in entries if _may_go(txn, entry.key, name)), None)) is not None:
                     age_s = max(age_s, now_s - node.first_seen_s.setdefault(entry.key.session_id, now_s))
         node.budget.dirty_age_s = age_s

@@ -130,9 +130,7 @@ class Node:
     def restriction_of(self, session: SessionRow) -> tuple[str, ...] | None:
         """The same of one session: what held at its first commit, whatever the policy says since. What was found on a tier is
         restricted by nothing."""
-        if session.commit_seq or session.origin is Origin.TIER:
-            return session.tiers
-        return self.only_tiers(session.run)
+        return self.only_tiers(session.run) if is_undecided(session) else session.tiers
 
     def usable_tiers(self) -> list[MonitoredTier]:
         """Those that may be asked now, nearest first."""
@@ -168,3 +166,8 @@ class Node:
         except KeyError:
             known = ", ".join(self.tiers) or "none"
             raise InvalidArgument(f"no tier is named {name!r}; configured: {known}") from None
+
+
+def is_undecided(session: SessionRow) -> bool:
+    """Whether its first commit will say to which tiers it goes. What was found on a tier is restricted by nothing."""
+    return not session.commit_seq and session.origin is not Origin.TIER

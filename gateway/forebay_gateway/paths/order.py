@@ -31,18 +31,20 @@ from forebay_gateway.paths.skip import (
     begin_skip,
     cadence_setting,
     end_unskip,
+    is_sound,
+    must_go,
     note_taken,
+    outdo,
     skip_some,
     unskip_some,
 )
-from forebay_gateway.paths.wholeness import complete_at_cache
 
 log = logging.getLogger("forebay.order")
 
 BATCH_BYTES_MAX = 1 << 30
 QUANTUM_BYTES = 2 * BATCH_BYTES_MAX  # shares finer than two batches would be rounding
 PARTS_A_PAGE = 256
-PARTS_MAX = 50_000  # known at a time, some 50 MiB; more wait in the index until these have gone
+PARTS_MAX = 50_000  # known at a time, some 50 MiB; more wait in the index until these have gone, but for what is urgent
 LOOK_AGAIN_S = 5.0
 REST_FACTOR = 20  # a look at all parts takes at most this part of one core, however many there are
 BLOCKED_S = 1.0  # until a part whose shards must wait for something else is looked at again, where nothing tells before
@@ -88,9 +90,10 @@ class Order:
             await self._load()
         turns: list[tuple[int, int]] = []
         while self._hinted:
+            session_id = self._hinted.pop()
             with self._node.catalog.read() as txn:
-                self._look_at(txn, self._hinted.pop(), turns)
-            await asyncio.sleep(0)
+                goes_after_all = self._look_at(txn, session_id, turns)
+            await (self.unskip(session_id) if goes_after_all else asyncio.sleep(0))
         self._prioritise(turns)
 
     def decide(self) -> Next | Skip | Idle:
@@ -159,6 +162,11 @@ class Order:
     async def _end_skip(self, session_id: int) -> None:
         while await self._node.catalog.write(partial(skip_some, session_id, self._tier)):
             pass
+        with self._node.catalog.read() as txn:
+            session = txn.session(session_id)
+            row = None if session is None else txn.checkpoint(session.run, session.step)
+        for number in () if row is None else row.session_ids:  # a newer one of the same step may be complete
+            await self._node.catalog.write(partial(outdo, number, self._tier))
         await mark_evictable(self._node, session_id)  # it may be safe on other tiers, and had waited for this one alone
         self._node.changes.tell(session_id)
 
@@ -168,8 +176,8 @@ class Order:
         while after is not None:
             with contextlib.suppress(NotFound):  # deleted meanwhile
                 after = await self._node.catalog.write(partial(unskip_some, session_id, self._tier, after))
-        await self._node.catalog.write(partial(end_unskip, session_id, self._tier))
-        self._node.changes.tell(session_id)
+        if await self._node.catalog.write(partial(end_unskip, session_id, self._tier)):
+            self._node.changes.tell(session_id)
 
     # -- from the catalog ----------------------------------------------------------------------------------------------
 
@@ -190,8 +198,8 @@ class Order:
         self._prioritise(turns)
         now_s = clock.monotonic()
         self._load_at_s = now_s + max(LOOK_AGAIN_S, REST_FACTOR * (now_s - began_s))
-        for session_id, pinned in half_skipped.items():  # cut short by a crash
-            await (self.unskip(session_id) if pinned else self._end_skip(session_id))
+        for session_id, goes in half_skipped.items():  # cut short by a crash
+            await (self.unskip(session_id) if goes else self._end_skip(session_id))
 
     def _take_in(self, txn: ReadTxn, entry: PendingCopy, turns: list[tuple[int, int]], half_skipped: dict[int, bool]) -> int:
         if entry.order in self._scheduler:
@@ -202,21 +210,23 @@ class Order:
         if session is None or part is None or checkpoint is None or checkpoint.deleting:
             return entry.order
         if session.publish.get(self._tier) is PublishState.SKIPPED:
-            half_skipped[session.id] = checkpoint.pinned
+            half_skipped[session.id] = must_go(checkpoint, session)
             return entry.order
         self._add(txn, checkpoint, session, part, turns)
         self._note_completeness(txn, session)
         return entry.order
 
-    def _look_at(self, txn: ReadTxn, session_id: int, turns: list[tuple[int, int]]) -> None:
-        """A session of which something was told."""
+    def _look_at(self, txn: ReadTxn, session_id: int, turns: list[tuple[int, int]]) -> bool:
+        """A session of which something was told; whether it was left out and must go: it is final now, or pinned."""
         self.wake(session_id)
         self._kept.discard(session_id)
         session = txn.session(session_id)
         checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
         if session is None or checkpoint is None or checkpoint.deleting:
             self._scheduler.forget(session_id)
-            return
+            return False
+        if session.publish.get(self._tier) is PublishState.SKIPPED and must_go(checkpoint, session):
+            return True
         if session.publish.get(self._tier) is PublishState.PENDING:
             for part in txn.parts(session_id):
                 if part.state is PartState.COMMITTED and not part.is_adopted and part.commit_seq not in self._scheduler:
@@ -227,12 +237,14 @@ class Order:
         (self._scheduler.hold if checkpoint.held else self._scheduler.release)(orders)
         turns += [(checkpoint.turn, order) for order in orders if checkpoint.turn]
         self._note_completeness(txn, session)
+        return False
 
     def _add(
         self, txn: ReadTxn, checkpoint: CheckpointRow, session: SessionRow, part: PartRow, turns: list[tuple[int, int]]
     ) -> None:
         proved, copies, _, _ = txn.part_progress(session.id, part.writer, self._tier)
-        if copies <= proved or len(self._scheduler) >= PARTS_MAX:
+        is_urgent = session.kind is not Kind.PERIODIC or checkpoint.turn > 0
+        if copies <= proved or (len(self._scheduler) >= PARTS_MAX and not is_urgent):
             return
         taken = self._resume(txn, session.run)
         begun = taken is not None and taken.commit_seq == session.commit_seq
@@ -267,7 +279,7 @@ class Order:
         return self._resumed[run]
 
     def _note_completeness(self, txn: ReadTxn, session: SessionRow) -> None:
-        if complete_at_cache(txn, session) or PublishState.COMPLETE in session.publish.values():
+        if is_sound(txn, session):
             self._scheduler.complete(session.id)
             if session.id not in self._kept and _all_here(txn, session):
                 self._scheduler.whole_here(session.id)
@@ -284,9 +296,9 @@ def _all_here(txn: ReadTxn, session: SessionRow) -> bool:
     return all(part.state is PartState.COMMITTED and not part.is_adopted for part in txn.parts(session.id))
 
 
-async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> None:
-    """The checkpoint, all its sessions here, is of a more urgent class from now on, on every tier, also after a restart. Raises
-    NotFound."""
+async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> tuple[int, ...]:
+    """The checkpoint, all its sessions here, is of a more urgent class from now on, on every tier, also after a restart; their
+    ids. Raises NotFound."""
 
     def act(txn: WriteTxn) -> tuple[int, ...]:
         row = txn.checkpoint(run, step)
@@ -296,5 +308,7 @@ async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION)
             txn.set_kind(session_id, kind)
         return row.session_ids
 
-    for session_id in await node.catalog.write(act):
+    session_ids = await node.catalog.write(act)
+    for session_id in session_ids:
         node.changes.tell(session_id)
+    return session_ids

@@ -2,7 +2,7 @@
 
     hold, release, prio: marks on the checkpoint's row, which last -> every tier's order hears of it
     retry: what waits after a failure is tried now
-    a pin: what was left out on a tier goes after all
+    a pin, or the deletion of what is newer: what was left out on a tier goes after all
 
 Owns the words and the marks. Holding a whole tier is the drain's own; what goes next is order.py's.
 """
@@ -13,10 +13,12 @@ from functools import partial
 
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import InvalidArgument, NotFound
-from forebay_gateway.core.records import CheckpointRow, PublishState
+from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.core.schedule import Entry
 from forebay_gateway.paths.drain import Drain
+from forebay_gateway.paths.newest import newest_of
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.order import promote
 from forebay_gateway.paths.skip import skipped_count
 
 LISTED_MAX = 1000  # of each tier
@@ -95,7 +97,7 @@ class Queue:
         if action == "prio" and not ids:
             raise InvalidArgument("prio needs the checkpoints that go first; `forebay queue` lists them")
         names = list(dict.fromkeys(map(_parse, ids))) if ids else await self._all(action)
-        sessions = await self._node.catalog.write(partial(_mark, action, names))
+        sessions = await self._node.catalog.write(partial(_mark, action, names, bool(ids)))
         for session_id in sessions:
             if action == "retry":
                 for drain in self._drains.values():
@@ -117,17 +119,34 @@ class Queue:
         with self._node.catalog.read() as txn:
             return [name for name in names if (row := txn.checkpoint(*name)) is not None and row.held]
 
+    async def first(self, run: str, step: int) -> None:
+        """The node is about to go: the checkpoint goes before all others, and what of it waits after a failure is tried now.
+        Raises NotFound."""
+        for session_id in await promote(self._node, run, step):
+            for drain in self._drains.values():
+                drain.retry_session(session_id)
+
+    async def deleted(self, row: CheckpointRow) -> None:
+        """A checkpoint is going: what is the run's newest complete one then goes to the tiers on which it was left out, since
+        nothing newer goes there in its place."""
+        newest, _ = await newest_of(self._node, row.run)
+        if newest is not None:
+            await self._let_go(newest)
+
     async def pinned(self, row: CheckpointRow) -> None:
         """A pin was set or taken off: what is pinned now goes to the tiers on which it was left out, while it is here."""
         with self._node.catalog.read() as txn:
             now = txn.checkpoint(row.run, row.step)
             sessions = [] if now is None else [session for number in now.session_ids if (session := txn.session(number))]
         for session in sessions if now is not None and now.pinned else ():
-            for tier, state in session.publish.items():
-                if state is PublishState.SKIPPED and tier in self._drains:
-                    await self._drains[tier].order.unskip(session.id)
+            await self._let_go(session)
         for session in sessions:
             self._node.changes.tell(session.id)
+
+    async def _let_go(self, session: SessionRow) -> None:
+        for tier, state in session.publish.items():
+            if state is PublishState.SKIPPED and tier in self._drains:
+                await self._drains[tier].order.unskip(session.id)
 
 
 def _parse(text: str) -> Name:
@@ -137,11 +156,13 @@ def _parse(text: str) -> Name:
     return run, int(step)
 
 
-def _mark(action: str, names: Collection[Name], txn: WriteTxn) -> list[int]:
+def _mark(action: str, names: Collection[Name], named: bool, txn: WriteTxn) -> list[int]:
     sessions: list[int] = []
     for run, step in names:
         row = txn.checkpoint(run, step)
         if row is None or row.deleting:
+            if not named:  # gone since all were looked up
+                continue
             raise NotFound(f"no checkpoint {run}@{step} is known here; `forebay queue` lists what waits", run=run, step=step)
         if action in ("hold", "release"):
             txn.set_held(run, step, action == "hold")

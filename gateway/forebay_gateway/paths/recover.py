@@ -358,7 +358,8 @@ def _commit(node: Node, file: FoundFile, record: PartRecord, new_ids: Sequence[i
     for shard_id, (shard, index) in zip(new_ids, record.files(), strict=True):
         if shard.name not in there:
             _add_evicted(txn, evicted_row(ShardKey(session.id, shard_id), record.writer, shard, index), shard.chunks, index)
-    only, tiers = where_to(node, txn, session.id)
+    known = record.tiers is None or not record.tiers or set(record.tiers) & set(node.tier_names)
+    only, tiers = where_to(node, txn, session.id, record.tiers if known else None)
     kind = kind_named(record.kind)
     txn.commit_part(session.id, record.writer, json.dumps(record.metadata), tiers, file.commit_seq, kind=kind, only=only)
     for row in list(txn.shards(session.id, record.writer)):

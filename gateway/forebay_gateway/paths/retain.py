@@ -9,13 +9,13 @@ the catalog's rows name is deleted; files of others stay.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
@@ -25,7 +25,7 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import tell_pin
-from forebay_gateway.paths.safety import HELD_STATES
+from forebay_gateway.paths.safety import HELD_STATES, is_expendable
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -53,6 +53,7 @@ class Retention:
         self._node = node
         self._finder = finder
         self.pinned = _nothing  # told of each checkpoint that was pinned or unpinned, see queue.py
+        self.deleted = _nothing  # likewise of each that somebody deletes
         self._lock = asyncio.Lock()
 
     async def pin(self, run: str, step: int, pinned: bool) -> None:
@@ -87,11 +88,13 @@ class Retention:
         await self._mark(row)
         for session in sessions:
             self._node.changes.tell(session.id)
+        await self.deleted(row)
         done, pending = await self._finish(row)
         return Deletion(count, size, done, pending)
 
-    async def _mark(self, row: CheckpointRow) -> None:
-        """Deleting, in the catalog and beside it; raises Unavailable where a session was begun since the look at `row`."""
+    async def _mark(self, row: CheckpointRow, may_go: Callable[[ReadTxn, CheckpointRow], bool] = lambda txn, row: True) -> None:
+        """Deleting, in the catalog and beside it; raises Unavailable where a session was begun since the look at `row`, or
+        where it may not go any more."""
 
         def act(txn: WriteTxn) -> None:
             now = txn.checkpoint(row.run, row.step)
@@ -99,6 +102,8 @@ class Retention:
                 raise Unavailable("a session of this checkpoint came or went meanwhile; delete it again", retry_after_s=0.1)
             if now is not None and now.pinned:
                 raise Unavailable("the checkpoint was pinned meanwhile", retry_after_s=0.1)
+            if now is not None and not may_go(txn, now):
+                raise Unavailable("the checkpoint may not leave the cache any more", retry_after_s=0.1)
             txn.mark_deleting(row.run, row.step)
 
         await self._node.marks.change(marks.going(row), act, spare=True)
@@ -115,7 +120,8 @@ class Retention:
         Without the lock: writers wait for this space, and a deletion on a slow tier may hold it for long. What both do to one
         checkpoint they can do twice.
         """
-        await self._mark(row)
+        required = self._node.required_tiers
+        await self._mark(row, lambda txn, now: is_expendable(txn, now, required))
         sessions, shards = await self._content(row)
         await uncut(self._out_of_cache(sessions, shards))
         await self._node.marks.ended(row.run, row.step)

@@ -1,10 +1,11 @@
 """Leaving a checkpoint out on one tier, and taking it back in: the acts in the catalog.
 
     begin_skip: the session is SKIPPED there, with the reason -> skip_some, again and again: its copies leave the queue
-    pinned meanwhile -> unskip_some, again and again: its copies are PENDING again -> end_unskip: the session is, too
+    pinned meanwhile, or final -> unskip_some, again and again: its copies are PENDING again -> end_unskip: the session is, too
+    a newer session of the same step is complete there -> outdo: it is superseded, and may leave the cache
 
 Owns these acts, each part of one transaction, and what the catalog remembers of a run's cadence. Whoever finds queued copies of
-a session that is SKIPPED goes on with the first line, or, where it is pinned, with the second. Which checkpoint is left out is
+a session that is SKIPPED goes on with the first line, or, where it must go, with the second. Which checkpoint is left out is
 the scheduler's to say (order.py); here it is asked once more whether that may be.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.records import PartState, PendingCopy, PublishState, SessionRow, ShardKey
+from forebay_gateway.core.records import CheckpointRow, PartState, PendingCopy, PublishState, SessionRow, ShardKey
 from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.wholeness import complete_at_cache
@@ -37,11 +38,13 @@ def begin_skip(session_id: int, tier: str, reason: str, cadence: str, txn: Write
 
 def _may_be_left_out(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
     row = txn.checkpoint(session.run, session.step)
-    if row is None or row.deleting or row.pinned or row.held or row.turn:
+    if row is None or row.deleting or row.held or row.turn or must_go(row, session):
         return False
-    if session.kind is not Kind.PERIODIC or session.publish.get(tier) is not PublishState.PENDING:
+    if session.publish.get(tier) is not PublishState.PENDING:
         return False
-    return not txn.session_progress(session.id, tier)[0] and _is_superseded(txn, session, tier)
+    if txn.session_progress(session.id, tier)[0] or txn.uploads_of(session.id, tier):  # it has begun to go
+        return False
+    return _is_superseded(txn, session, tier)
 
 
 def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
@@ -54,17 +57,52 @@ def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
             if newer is None or newer.commit_seq <= session.commit_seq:
                 continue
             state = newer.publish.get(tier)
-            whole = PublishState.COMPLETE in newer.publish.values() or complete_at_cache(txn, newer)
-            if state is PublishState.COMPLETE or (state is PublishState.PENDING and whole):
+            if state is PublishState.COMPLETE:
+                return True
+            if state is PublishState.PENDING and not row.held and is_sound(txn, newer):
                 return True
     return False
 
 
+def is_sound(txn: ReadTxn, session: SessionRow) -> bool:
+    """Whether all of a session is there to be put on a tier, as far as this node knows: what is damaged takes nobody's
+    place."""
+    if PublishState.COMPLETE in session.publish.values():
+        return True
+    sums = txn.session_sums(session.id)
+    return not session.reason and sums.cached == sums.shards and complete_at_cache(txn, session)
+
+
+def outdo(session_id: int, tier: str, txn: WriteTxn) -> tuple[int, ...]:
+    """Sessions of the same step that go to the tier no more are superseded there once this newer one is complete on it, and may
+    leave the cache: those that were left out, and those that by policy never went. Which they are."""
+    newer = txn.session(session_id)
+    row = None if newer is None else txn.checkpoint(newer.run, newer.step)
+    if newer is None or row is None or newer.publish.get(tier) is not PublishState.COMPLETE:
+        return ()
+    found = []
+    for number in row.session_ids:
+        older = txn.session(number)
+        if older is None or not 0 < older.commit_seq < newer.commit_seq:
+            continue
+        state = older.publish.get(tier)
+        goes_no_more = state is PublishState.SKIPPED or (state is None and older.is_transient)
+        if goes_no_more and not txn.session_progress(number, tier)[1]:  # else the end of its skip does it
+            txn.set_publish(number, tier, PublishState.SUPERSEDED)
+            found.append(number)
+    return tuple(found)
+
+
+def must_go(row: CheckpointRow, session: SessionRow) -> bool:
+    """Whether it is not to be left out, and goes after all where it was."""
+    return row.pinned or session.kind is not Kind.PERIODIC
+
+
 def skip_some(session_id: int, tier: str, txn: WriteTxn) -> bool:
-    """The next copies of a SKIPPED session; whether there may be more. One that was pinned meanwhile is left as it is."""
+    """The next copies of a SKIPPED session; whether there may be more. One that is to go after all is left as it is."""
     session = txn.session(session_id)
     row = None if session is None else txn.checkpoint(session.run, session.step)
-    if session is None or row is None or row.pinned or session.publish.get(tier) is not PublishState.SKIPPED:
+    if session is None or row is None or must_go(row, session) or session.publish.get(tier) is not PublishState.SKIPPED:
         return False
     keys: list[ShardKey] = []
     for part in txn.parts(session_id):
@@ -95,14 +133,16 @@ def unskip_some(session_id: int, tier: str, after: int, txn: WriteTxn) -> int | 
     return rows[-1].shard_id if len(rows) >= COPIES_A_TRANSACTION else None
 
 
-def end_unskip(session_id: int, tier: str, txn: WriteTxn) -> None:
+def end_unskip(session_id: int, tier: str, txn: WriteTxn) -> bool:
     """All its copies are queued again; where they are not (unpinned and left out once more meanwhile), it stays SKIPPED: what
     is to be published must have a copy of every shard on its way."""
     session = txn.session(session_id)
     if session is None or session.publish.get(tier) is not PublishState.SKIPPED:
-        return
-    if txn.session_progress(session_id, tier)[1] == txn.session_sums(session_id).shards:
-        txn.unskip(session_id, tier)
+        return False
+    if txn.session_progress(session_id, tier)[1] != txn.session_sums(session_id).shards:
+        return False
+    txn.unskip(session_id, tier)
+    return True
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

@@ -94,8 +94,7 @@ class Waiter:
             if name in self._node.tiers:
                 session = await self._finder.at_level(session, self._node.tiers[name])
             if session.publish.get(name) is PublishState.SKIPPED:
-                why = session.skipped.get(name, "by policy")
-                raise Incomplete(f"this checkpoint was left out on {name!r} and does not go there ({why})", run=run, step=step)
+                raise Incomplete(left_out(session, name), run=run, step=step)
         with self._node.catalog.read() as txn:
             progress = combined([level_progress(txn, session, name) for name in levels])
         if not progress.reached and progress.missing:
@@ -149,6 +148,8 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
         return Progress(True, total, total, (), "")
     if session.reason:
         reason = session.reason
+    elif state is PublishState.SKIPPED:
+        reason = left_out(session, level)
     elif missing:
         reason = describe_missing(missing)
     elif done < total:
@@ -156,6 +157,12 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
     else:
         reason = f"waiting for the other writers' parts on {level}"
     return Progress(False, done, total, missing, reason)
+
+
+def left_out(session: SessionRow, tier: str) -> str:
+    """Why a session that is SKIPPED on the tier does not reach it."""
+    why = session.skipped.get(tier, "by policy")
+    return f"this checkpoint was left out on {tier!r} and does not go there ({why})"
 
 
 def combined(several: list[Progress]) -> Progress:

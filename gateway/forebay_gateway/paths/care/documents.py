@@ -10,7 +10,7 @@ from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key, part_key
 from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow
-from forebay_gateway.paths.commit import part_record
+from forebay_gateway.paths.commit import of_kind, part_record
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -99,7 +99,8 @@ def local_record(node: Node, session: SessionRow, part: PartRow) -> PartRecord:
 
 def _record(node: Node, txn: ReadTxn, session: SessionRow, part: PartRow) -> PartRecord:
     ref = PartRef(session.run, session.step, session.session, part.writer, session.writers)
-    return part_record(txn, node.id, ref, list(txn.shards(session.id, part.writer)), part.metadata_json)
+    record = part_record(txn, node.id, ref, list(txn.shards(session.id, part.writer)), part.metadata_json)
+    return of_kind(record, part.kind)
 
 
 async def good_document(node: Node, session: SessionRow, bad: BadDocument, tier: MonitoredTier) -> bytes | None:
