@@ -21,6 +21,7 @@ from forebay_gateway.paths.wait import Progress, level_progress
 from forebay_gateway.paths.wholeness import is_complete
 
 LOOK_AGAIN_S = 0.25
+STILL_S = 3.0  # without a byte, so long after the beginning
 DEADLINE_S_MAX = 3600.0
 
 
@@ -54,7 +55,8 @@ class Preemption:
         if not 0 <= deadline_s <= DEADLINE_S_MAX:
             raise InvalidArgument(f"a deadline is 0 to {DEADLINE_S_MAX:g} seconds from now", deadline_s=deadline_s)
         clock = self._node.clock
-        until_s = clock.monotonic() + deadline_s
+        began_s = clock.monotonic()
+        until_s = began_s + deadline_s
         chosen: dict[str, list[SessionRow]] = {}  # by run
         with self._yielding() as told:
             for name in [run] if run else await self._pending_runs():
@@ -64,12 +66,19 @@ class Preemption:
             while True:
                 outcomes = self._look([session for sessions in chosen.values() for session in sessions])
                 left_s = until_s - clock.monotonic()
-                open_ones = [level for each in outcomes for level in (each.coming if while_it_can else each.missed)]
-                if left_s <= 0 or not open_ones:
+                waits = any(each.missed for each in outcomes)
+                if while_it_can:
+                    waits = any(self._moves(level, began_s) for each in outcomes for level in each.coming)
+                if left_s <= 0 or not waits:
                     return outcomes
                 await self._node.changes.wait(min(left_s, LOOK_AGAIN_S))
                 for name in self._runs_with_newer(told, run, chosen):  # the trainer's last save may come meanwhile
                     await self._choose(name, chosen, pending=not run)
+
+    def _moves(self, level: str, began_s: float) -> bool:
+        """Whether bytes have gone there lately: copies that fail again and again hold nobody up."""
+        quiet_s = self._node.tiers[level].rate.quiet_s
+        return min(quiet_s, self._node.clock.monotonic() - began_s) < STILL_S
 
     @contextlib.contextmanager
     def _yielding(self) -> Iterator[set[int]]:
