@@ -26,7 +26,7 @@ from ulid import ULID
 from forebay.api import STREAMS_MAX, Client
 from forebay.directories import in_parallel
 from forebay.errors import Incomplete, InvalidArgument, NotFound
-from forebay.session import default_session
+from forebay.session import default_session, launch_session
 from forebay.torch.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.torch.items import ItemsFile
 from forebay.types import Missing
@@ -36,9 +36,8 @@ from forebay.writer import CheckpointWriter
 METADATA_NAME = ".metadata"
 FILES_TOGETHER = 256  # of one thread, where each item is a file: small ones travel, and are packed, together
 
-# What all ranks of this launch share where nobody names a session: made by the coordinator, once for its process, so that a
-# save that failed is taken up again by the next try of the same step.
-_launch = str(ULID())
+# The session that this process, as coordinator, gave its ranks last. Planners that cache plans hand out the one they cached.
+_given: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +57,9 @@ class ForebayStorageWriter(StorageWriter):
     one writer serves all steps. `address` is the gateway's, by default FOREBAY_ADDRESS, else the default socket; each rank may
     have another.
 
-    `session` is shared by all ranks of a launch; by default it comes from FOREBAY_SESSION, torchelastic or Slurm, else the
-    coordinator gives one to all. `wait` is what the coordinator waits for: "cache" (every rank's part is durable in its
+    `session` is what tells one try to save a step from another. By default the coordinator gives all ranks a new one for each
+    save, which begins with the launch's name (FOREBAY_SESSION, torchelastic, Slurm); without collectives, where nobody can, it
+    is the launch's. One given here is used as it is: of the same step it saves the same bytes, and no others. `wait` is what the coordinator waits for: "cache" (every rank's part is durable in its
     gateway's cache), a tier's name or "all", up to `timeout` seconds; `final` marks the run's last save, `metadata` stands in
     the manifest: these four are as in CheckpointWriter.commit(). `lane`, `admit_timeout` and `retry_timeout` are as in Client.
 
@@ -176,7 +176,7 @@ class ForebayStorageWriter(StorageWriter):
         if not self.overwrite and self._exists(name.run, name.step):
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")
         self._planned = _planned(plans)
-        session = self._session or _session(len(plans))
+        session = self._session or _new_session(plans)
         return [
             dataclasses.replace(plan, storage_data=PlannedPart(f"__{rank}_", rank, len(plans), session))
             if plan.storage_data is None
@@ -259,11 +259,13 @@ def _writable(checkpoint_id: CheckpointId | None) -> CheckpointId | None:
     return checkpoint_id
 
 
-def _session(writers: int) -> str:
-    try:
-        return default_session(writers)
-    except InvalidArgument:
-        return _launch
+def _new_session(plans: Sequence[SavePlan]) -> str:
+    """For all ranks of this save. A try that failed may have left parts, and what the next try saves may differ from it."""
+    global _given
+    if _given is None or all(plan.usable for plan in plans):
+        launch = launch_session()
+        _given = f"{launch}-{ULID()}" if launch else str(ULID())
+    return _given
 
 
 def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterator[list[tuple[str, list[WriteItem]]]]:

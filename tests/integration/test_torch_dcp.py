@@ -1,0 +1,69 @@
+"""torch.distributed.checkpoint through gateways: real ranks over gloo, real gateways, the POSIX tier read by torch alone."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="forebay.torch needs torch, which this environment does not have")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+import forebay  # noqa: E402
+from forebay.torch import ForebayStorageReader, ForebayStorageWriter  # noqa: E402
+from integration import dcp_ranks as ranks  # noqa: E402
+from integration.conftest import MakeGateway  # noqa: E402
+from soak.form import SOAK  # noqa: E402
+
+# torch warns of a process alone, and of its own API.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+
+def test_ranks_over_two_gateways(make: MakeGateway, root: Path, tmp_path: Path) -> None:
+    """Four ranks save, three other counts load; then a node is lost, and torch reads the tier without Forebay."""
+    a, b = make("a"), make("b")
+    a.start(ready=False)
+    b.start()
+    a.wait_ready()
+    ranks.run_ranks(ranks.save_and_load, 4, tmp_path, a.address, b.address)
+    with forebay.Client(b.address) as client:
+        for step in (1, 2, 3, 4):
+            client.wait(ranks.RUN, step, "pfs", timeout=60)
+        assert client.open(ranks.RUN, 1).names() == [".metadata", *(f"__{rank}_{n}.distcp" for rank in range(4) for n in (0, 1))]
+    a.kill()
+    a.wipe()
+    alone = ranks.plain_state()
+    dcp.load(alone, storage_reader=ForebayStorageReader(f"forebay://{ranks.RUN}/1", address=b.address), no_dist=True)
+    ranks.assert_is_saved_state(alone)
+    for step in (1, 2):
+        plain = ranks.plain_state()
+        where = root / ranks.RUN / f"step-{step:012d}" / "current"
+        dcp.load(plain, storage_reader=dcp.FileSystemReader(str(where)), no_dist=True)
+        ranks.assert_is_saved_state(plain)
+
+
+def test_saves_that_fail(make: MakeGateway, tmp_path: Path) -> None:
+    """An error of one rank is everybody's, and the next try of the step succeeds; a rank that dies is named."""
+    a, b = make("a").start(), make("b").start()
+    for said in ranks.run_ranks(ranks.one_fails_then_all_save, 2, tmp_path, a.address, b.address):
+        assert said.startswith("CheckpointException [1]"), said
+        assert "pickle" in said
+    for answer in ranks.run_ranks(ranks.last_rank_dies, 3, tmp_path, a.address, dies=2)[:2]:
+        took_s, said, lacking = answer
+        assert took_s < 30, said
+        assert said != "saved"
+        assert "writer 2 (absent)" in lacking
+    with pytest.raises(CheckpointException, match=r"not complete; missing: .*writer 2 \(absent\)"):
+        dcp.load(ranks.plain_state(), storage_reader=ForebayStorageReader(ranks.RUN, 31, a.address), no_dist=True)
+    for gateway in (a, b):
+        gateway.kill()  # an ordered end would wait for what never completes
+
+
+def test_the_process_checkpointer(make: MakeGateway, tmp_path: Path) -> None:
+    """DCP pickles the writer into a process that it keeps."""
+    a = make("a").start()
+    ranks.run_ranks(ranks.save_from_another_process, 2 if SOAK else 1, tmp_path, a.address)
