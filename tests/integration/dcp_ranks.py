@@ -1,7 +1,7 @@
 """Ranks of a training job that save and load by DCP: real processes over gloo. What they find is compared here, in the rank.
 
-Owns the processes and what each does. Needs torch. As a program it forks the ranks once torch is imported, and before anything of
-gRPC is, so that all of them cost one import.
+Owns the processes and what each does. Needs torch. As a program it forks the ranks once torch is imported, and before anything
+of gRPC is, so that all of them cost one import.
 """
 
 import contextlib
@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 RUN = "team/dcp"
 PATIENCE_S = 100.0
 Rank = Callable[["Job"], Any]
-
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def one_fails_then_all_save(job: Job) -> str:
     bad = {**state, f"hook{job.rank}": (lambda: None) if job.rank == 1 else 0}
     try:
         dcp.save(bad, storage_writer=job.writer(21))
-    except BaseException as error:  # noqa: BLE001 - a CheckpointException is no Exception
+    except BaseException as error:  # a CheckpointException is no Exception
         said = f"{type(error).__name__} {sorted(error.failures)} {error}"  # type: ignore[attr-defined]
     else:
         said = "saved"
@@ -239,14 +238,14 @@ class _Dies(dcp.DefaultSavePlanner):
 
 
 def last_rank_dies(job: Job) -> tuple[float, str, str]:
-    """The last rank is killed in the middle of its save: how long the others took to notice, what they heard, and what lacks."""
+    """The last rank dies in the middle of its save: how long the others took to notice, what they heard, and what lacks."""
     mesh = init_device_mesh("cpu", (job.world,))
     state = state_over(mesh, zero=False)
     writer = job.writer(31, session="one-launch")
     began_s = time.monotonic()
     try:
         dcp.save(state, storage_writer=writer, planner=_Dies() if job.rank == job.world - 1 else None)
-    except BaseException as error:  # noqa: BLE001 - what gloo raises is its own
+    except BaseException as error:  # what gloo raises is its own
         said = f"{type(error).__name__}: {error}"
     else:
         said = "saved"

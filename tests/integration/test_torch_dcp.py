@@ -1,10 +1,8 @@
 """torch.distributed.checkpoint through gateways: real ranks over gloo, real gateways, the POSIX tier read by torch alone."""
 
-import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import forebay  # noqa: E402
-from forebay.torch import ForebayStorageReader, ForebayStorageWriter  # noqa: E402
+from forebay.torch import ForebayStorageReader  # noqa: E402
 from integration import dcp_ranks as ranks  # noqa: E402
 from integration.conftest import MakeGateway  # noqa: E402
 from soak.form import SOAK  # noqa: E402
@@ -33,7 +31,10 @@ def test_ranks_over_two_gateways(make: MakeGateway, root: Path, tmp_path: Path) 
     with forebay.Client(b.address) as client:
         for step in (1, 2, 3, 4):
             client.wait(ranks.RUN, step, "pfs", timeout=60)
-        assert client.open(ranks.RUN, 1).names() == [".metadata", *(f"__{rank}_{n}.distcp" for rank in range(4) for n in (0, 1))]
+        assert client.open(ranks.RUN, 1).names() == [
+            ".metadata",
+            *(f"__{rank}_{n}.distcp" for rank in range(4) for n in (0, 1)),
+        ]
     a.kill()
     a.wipe()
     alone = ranks.plain_state()
@@ -67,3 +68,14 @@ def test_the_process_checkpointer(make: MakeGateway, tmp_path: Path) -> None:
     """DCP pickles the writer into a process that it keeps."""
     a = make("a").start()
     ranks.run_ranks(ranks.save_from_another_process, 2 if SOAK else 1, tmp_path, a.address)
+
+
+def test_the_example(make: MakeGateway) -> None:
+    """client/examples/dcp.py, as a reader of it would start it."""
+    a = make("a").start()
+    example = Path(__file__).parents[2] / "client" / "examples" / "dcp.py"
+    command = [sys.executable, str(example), "--address", a.address, "--ranks", "4" if SOAK else "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "go on from step 3" in done.stdout
+    assert "step 3: " in done.stdout

@@ -10,7 +10,7 @@ torch, which `import forebay` does not.
 try:
     import torch.distributed.checkpoint  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":
+    if (error.name or "").partition(".")[0] != "torch":
         raise
     raise ImportError("forebay.torch needs PyTorch, which is not installed: pip install 'forebay[torch]'") from error
 

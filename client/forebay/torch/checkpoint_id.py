@@ -37,6 +37,8 @@ def parse(checkpoint_id: str | os.PathLike[str]) -> CheckpointId:
 
 def checked(run: str, step: int | str) -> CheckpointId:
     """Of a run and a step. Raises InvalidArgument."""
+    if not isinstance(run, str):
+        raise InvalidArgument(f"a run's name must be text, not {type(run).__name__}")
     try:
         check_run(run)
         if step != LATEST:

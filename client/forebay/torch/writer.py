@@ -59,9 +59,12 @@ class ForebayStorageWriter(StorageWriter):
 
     `session` is what tells one try to save a step from another. By default the coordinator gives all ranks a new one for each
     save, which begins with the launch's name (FOREBAY_SESSION, torchelastic, Slurm); without collectives, where nobody can, it
-    is the launch's. One given here is used as it is: of the same step it saves the same bytes, and no others. `wait` is what the coordinator waits for: "cache" (every rank's part is durable in its
-    gateway's cache), a tier's name or "all", up to `timeout` seconds; `final` marks the run's last save, `metadata` stands in
-    the manifest: these four are as in CheckpointWriter.commit(). `lane`, `admit_timeout` and `retry_timeout` are as in Client.
+    is the launch's. One given here is used as it is: of the same step it saves the same bytes, and no others.
+
+    `wait` is what the coordinator waits for: "cache" (every rank's part is durable in its gateway's cache), a tier's name or
+    "all", up to `timeout` seconds; a load through another gateway needs a tier. `final` marks the run's last save, `metadata`
+    stands in the manifest: these four are as in CheckpointWriter.commit(). `lane`, `admit_timeout` and `retry_timeout` are as
+    in Client.
 
     `single_file_per_rank`, `thread_count`, `per_thread_copy_ahead` and `overwrite` are as in torch's FileSystemWriter: files
     written at a time, bytes copied from a GPU ahead of sending, and whether a step that is complete may be saved again.
