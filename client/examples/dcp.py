@@ -37,7 +37,7 @@ def train(rank: int, ranks: int, store: Path, arguments: argparse.Namespace) -> 
     join(rank, ranks, store)
     model, optimizer = job_of(ranks)
     writer = ForebayStorageWriter(address=arguments.address, wait="all")  # "cache" is enough where a rank can come back
-    saving = None
+    saving, group = None, dist.new_group()  # a group of its own: training's collectives go on meanwhile
     for step in range(1, 4):
         model(torch.ones(8, 512)).square().mean().backward()
         optimizer.step()
@@ -46,7 +46,8 @@ def train(rank: int, ranks: int, store: Path, arguments: argparse.Namespace) -> 
             saving.result()  # one save at a time
         parameters, moments = get_state_dict(model, optimizer)
         state = {"model": parameters, "optimizer": moments, "step": step}
-        saving = dcp.async_save(state, checkpoint_id=f"forebay://{arguments.run}/{step}", storage_writer=writer)
+        checkpoint_id = f"forebay://{arguments.run}/{step}"
+        saving = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group)
     assert saving is not None
     saving.result()
     dist.destroy_process_group()
@@ -83,7 +84,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for launch, act, ranks in ((1, train, arguments.ranks), (2, come_back, arguments.ranks - 1)):
             store = Path(directory) / f"store-{launch}"
-            torch.multiprocessing.spawn(act, (ranks, store, arguments), nprocs=ranks)
+            # Forked, so that torch is imported once: nothing has a thread or a channel here yet.
+            torch.multiprocessing.start_processes(act, (ranks, store, arguments), nprocs=ranks, start_method="fork")
     with forebay.Client(arguments.address) as client:
         for checkpoint in client.checkpoints(arguments.run):
             levels = " ".join(f"{level.level}:{level.state}" for level in checkpoint.levels)
