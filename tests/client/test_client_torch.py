@@ -1,7 +1,9 @@
 """forebay.torch without ranks: what lies in its files, what a load reads, what goes wrong. Against the gateway in memory."""
 
 import dataclasses
+import functools
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -47,6 +49,9 @@ def state() -> dict[str, Any]:
         "rows": base[10:350],  # smaller than its storage
         "columns": base[:, 3:9],
         "transposed": torch.randn(200, 300).t(),
+        "large": torch.randn(3, 1 << 18),
+        "expanded": torch.randn(1, 7).expand(40, 7),
+        "channels last": torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
         "half": torch.randn(200, 200).bfloat16(),
         "scalar": torch.tensor(3),
         "empty": torch.empty(0, 3),
@@ -204,6 +209,23 @@ def test_only_what_the_plan_needs_is_read(memory: MemoryGateway, monkeypatch: py
     lengths = [length for name, length in read if name == named(0)]
     assert len(lengths) == 2, read
     assert sum(lengths) < 20_000
+
+
+@pytest.mark.parametrize("hindrance", ["a sandbox", "an old format"])
+def test_tensors_that_cannot_be_mapped(
+    memory: MemoryGateway, client: forebay.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hindrance: str
+) -> None:
+    """Large ones usually are."""
+    with monkeypatch.context() as patch:
+        if hindrance == "an old format":
+            patch.setattr(torch, "save", functools.partial(torch.save, _use_new_zipfile_serialization=False))
+        dcp.save(state(), storage_writer=dcp.FileSystemWriter(str(tmp_path)), no_dist=True)
+    client.save_dir(tmp_path, RUN, STEP)
+    if hindrance == "a sandbox":
+        monkeypatch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(PermissionError("not here")))
+    found = blank(state())
+    load(memory, found)
+    assert_equal(found, state())
 
 
 def test_one_writer_serves_all_steps(memory: MemoryGateway, client: forebay.Client) -> None:

@@ -5,7 +5,7 @@ gateway's nearest good copy) nor what goes where in the state dict (DCP's planne
 """
 
 import dataclasses
-import io
+import itertools
 import os
 import pickle
 import uuid
@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -27,21 +25,13 @@ from forebay.api import STREAMS_MAX, Client
 from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.reader import Reader
 from forebay.torch.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
+from forebay.torch.values import Placed, Range, values_of
 from forebay.torch.writer import METADATA_NAME
 
 THREADS = 4
 RANGE_BYTES_MAX = 4 << 20  # neighbours are read together up to this; a larger item is a range by itself
 GAP_BYTES_MAX = 64 << 10  # read and thrown away, where that is cheaper than a request more
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes of one file, and the items that lie in them."""
-
-    name: str
-    offset: int
-    length: int
-    items: tuple[ReadItem, ...]
+AHEAD_BYTES_MAX = 64 << 20  # of what is being read or waits to be copied where it belongs; one larger item is alone
 
 
 class ForebayStorageReader(StorageReader):
@@ -50,8 +40,8 @@ class ForebayStorageReader(StorageReader):
 
     What to load is `run` and `step` (a number or "latest"), or `checkpoint_id="forebay://RUN/STEP"`, here (in place of `run`)
     or in dcp.load. `address` is the gateway's, by default FOREBAY_ADDRESS, else the default socket. `source` and `lane` are as
-    in Client.open(). Only items that the plan names are read, `thread_count` ranges at a time; at most twice as many are in
-    memory.
+    in Client.open(). Only items that the plan names are read, `thread_count` ranges at a time, at most 64 MiB ahead (or one
+    item, where it is larger).
 
     .metadata is a pickle, as DCP has it: load only what you trust. DCP turns what read_metadata() raises into text; where a
     program has to know, ask `forebay.Client.open(run, step)` first.
@@ -82,7 +72,6 @@ class ForebayStorageReader(StorageReader):
         self.use_collectives = True
         self._reader: Reader | None = None
         self._failure: ForebayError | None = None
-        self._transforms = dcp._StorageReaderTransforms()
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -185,58 +174,41 @@ class ForebayStorageReader(StorageReader):
 
     def _ranges(self, items: Iterable[ReadItem]) -> Iterator[Range]:
         """By file and offset; neighbours together."""
-        placed = [(self.storage_data[item.storage_index], item) for item in items]
-        placed.sort(key=lambda each: (each[0].relative_path, each[0].offset))
-        name, start, end, together = "", 0, 0, list[ReadItem]()
-        for info, item in placed:
-            low, high = info.offset, info.offset + info.length
-            joins = info.relative_path == name and low - end <= GAP_BYTES_MAX and high - start <= RANGE_BYTES_MAX
-            if together and not (joins or (info.relative_path == name and high <= end)):
-                yield Range(name, start, end - start, tuple(together))
-                together = []
-            if not together:
-                name, start, end = info.relative_path, low, high
-            together.append(item)
-            end = max(end, high)
-        if together:
+        placed = sorted(map(self._placed, items), key=lambda each: (each[0], each[1].offset))
+        for name, of_file in itertools.groupby(placed, key=lambda each: each[0]):
+            together: list[Placed] = []
+            start = end = 0
+            for _, each in of_file:
+                high = max(end, each.offset + each.length)
+                if together and (each.offset - end > GAP_BYTES_MAX or high - start > max(end - start, RANGE_BYTES_MAX)):
+                    yield Range(name, start, end - start, tuple(together))
+                    together = []
+                if not together:
+                    start, high = each.offset, each.offset + each.length
+                together.append(each)
+                end = high
             yield Range(name, start, end - start, tuple(together))
 
+    def _placed(self, item: ReadItem) -> tuple[str, Placed]:
+        info = self.storage_data[item.storage_index]
+        transforms = getattr(info, "transform_descriptors", None) or ()  # older versions of torch have none
+        return info.relative_path, Placed(item, info.offset, info.length, transforms)
+
     def _read(self, ranges: Iterator[Range]) -> Iterator[tuple[ReadItem, Any]]:
-        """All items as they come, in order; reading and unpickling is done ahead, on threads."""
+        """All items in order; reading and unpickling is done ahead, on threads, as far as the bytes of it allow."""
+        ahead: deque[tuple[int, ThreadFuture[list[tuple[ReadItem, Any]]]]] = deque()
+        reader = self._opened()
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="forebay-dcp") as pool:
-            ahead: deque[ThreadFuture[list[tuple[ReadItem, Any]]]] = deque()
             try:
                 for each in ranges:
-                    ahead.append(pool.submit(self._items_of, each))
-                    if len(ahead) == 2 * self.thread_count:
-                        yield from ahead.popleft().result()
+                    while ahead and sum(length for length, _ in ahead) + each.length > AHEAD_BYTES_MAX:
+                        yield from ahead.popleft()[1].result()
+                    ahead.append((each.length, pool.submit(values_of, reader, each)))
                 while ahead:
-                    yield from ahead.popleft().result()
+                    yield from ahead.popleft()[1].result()
             finally:
-                for future in ahead:
+                for _, future in ahead:
                     future.cancel()
-
-    def _items_of(self, wanted: Range) -> list[tuple[ReadItem, Any]]:
-        data = self._opened().read(wanted.name, wanted.offset, wanted.length)
-        found = []
-        for item in wanted.items:
-            info = self.storage_data[item.storage_index]
-            at = info.offset - wanted.offset
-            whole = at == 0 and info.length == wanted.length
-            stream = io.BytesIO(data if whole else memoryview(data)[at : at + info.length])  # whole: shared, not copied
-            found.append((item, self._value(item, info, stream)))
-        return found
-
-    def _value(self, item: ReadItem, info: Any, stream: io.BytesIO) -> Any:
-        """As torch's FileSystemReader makes it of an item's bytes."""
-        descriptors = getattr(info, "transform_descriptors", None) or ()
-        plain: Any = self._transforms.transform_load_stream(item, descriptors, stream)
-        if item.type == LoadItemType.BYTE_IO or not plain.seekable():
-            plain = io.BytesIO(plain.read(-1))
-        if item.type == LoadItemType.BYTE_IO:
-            return plain
-        tensor = torch.load(plain, map_location="cpu", weights_only=True)
-        return narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
 
 
 def _load_tensor(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:

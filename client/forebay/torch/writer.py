@@ -178,14 +178,15 @@ class ForebayStorageWriter(StorageWriter):
         check_level(self._client._connection, name.run, name.step, self._wait)
         if not self.overwrite and self._exists(name.run, name.step):
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")
-        self._planned = _planned(plans)
         session = self._session or _new_session(plans)
-        return [
+        told = [
             dataclasses.replace(plan, storage_data=PlannedPart(f"__{rank}_", rank, len(plans), session))
             if plan.storage_data is None
             else plan
             for rank, plan in enumerate(plans)
         ]
+        self._planned = _planned(told)
+        return told
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """All ranks: everything is durable in the gateway's cache when this returns. Raises as CheckpointWriter.put()."""
@@ -277,12 +278,11 @@ def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterato
         yield batch
 
 
-def _planned(plans: Iterable[SavePlan]) -> dict[MetadataIndex, int | None] | None:
+def _planned(plans: Sequence[SavePlan]) -> dict[MetadataIndex, int | None] | None:
     """Item: its writer. None where a planner that caches plans does not say what is in them."""
-    plans = list(plans)
     if not all(plan.usable for plan in plans):
         return None
-    return {item.index: writer for writer, plan in enumerate(plans) for item in plan.items}
+    return {item.index: plan.storage_data.writer for plan in plans for item in plan.items}
 
 
 def _check_landed(
