@@ -211,7 +211,7 @@ class ForebayStorageWriter(StorageWriter):
         part, self._part = self._part, None
         assert part is not None, "finish() comes after write_data()"
         landed = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.version = dcp.CURRENT_DCP_VERSION
+        metadata.version = getattr(dcp, "CURRENT_DCP_VERSION", None)  # older versions of torch have none
         metadata.storage_data = landed
         metadata.storage_meta = self.storage_meta()
         try:
@@ -266,10 +266,15 @@ def _writable(checkpoint_id: CheckpointId | None) -> CheckpointId | None:
 def _new_session(plans: Sequence[SavePlan]) -> str:
     """For all ranks of this save. A try that failed may have left parts, and what the next try saves may differ from it."""
     global _given
-    if _given is None or all(plan.usable for plan in plans):
+    if _given is None or all(map(_usable, plans)):
         launch = launch_session()
         _given = f"{launch}-{ULID()}" if launch else str(ULID())
     return _given
+
+
+def _usable(plan: SavePlan) -> bool:
+    """Whether a plan says what is in it: one that a planner has cached does not. Older versions of torch cache none."""
+    return getattr(plan, "usable", True)
 
 
 def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterator[list[tuple[str, list[WriteItem]]]]:
@@ -280,7 +285,7 @@ def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterato
 
 def _planned(plans: Sequence[SavePlan]) -> dict[MetadataIndex, int | None] | None:
     """Item: its writer. None where a planner that caches plans does not say what is in them."""
-    if not all(plan.usable for plan in plans):
+    if not all(map(_usable, plans)):
         return None
     return {item.index: plan.storage_data.writer for plan in plans for item in plan.items}
 
