@@ -2,7 +2,7 @@
 
 Owns their size beforehand, their bytes, and where each item came to lie. Does not own what goes into which file (writer.py) nor
 sending. No file is ever in memory as a whole: a tensor on the CPU that fills its storage is read where it lies; any other is
-copied, and one copy is held at a time (from a GPU: `copy_ahead` bytes of them, as DCP does).
+copied, and two copies are held at most (from a GPU: `copy_ahead` bytes of them besides, as DCP does).
 """
 
 import io

@@ -68,7 +68,7 @@ class ForebayStorageWriter(StorageWriter):
 
     `single_file_per_rank`, `thread_count`, `per_thread_copy_ahead` and `overwrite` are as in torch's FileSystemWriter: files
     written at a time, bytes copied from a GPU ahead of sending, and whether a step that is complete may be saved again.
-    Beyond these a thread holds at most one copied tensor and a few chunks, never a file.
+    Beyond these a thread holds two copied tensors at most, and a few chunks, never a file.
 
     Raises InvalidArgument. DCP wraps what a rank raises into its CheckpointException.
     """
