@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="forebay.torch needs torch, which th
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata  # noqa: E402
+from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
 import forebay  # noqa: E402
 from forebay.errors import Incomplete, InvalidArgument, NotFound, Unavailable  # noqa: E402
@@ -294,6 +295,29 @@ def test_what_was_planned_and_did_not_land(memory: MemoryGateway, client: foreba
     assert client.latest(RUN) is None
     with pytest.raises((NotFound, Incomplete)):
         client.open(RUN, STEP)
+
+
+def test_ranks_never_load_different_saves(memory: MemoryGateway) -> None:
+    """Where "latest" is not the same at each rank's gateway, or a newer save of the step is completed in between."""
+    reader = ForebayStorageReader(RUN, "latest", memory.address)
+    save(memory, {"a": 1}, 1)
+    reader.read_metadata()
+    first = reader.prepare_local_plan(LoadPlan([]))
+    assert reader.prepare_global_plan([first, first]) == [first, first]
+    save(memory, {"a": 1}, 2)
+    reader.read_metadata()
+    with pytest.raises(Incomplete, match="different saves"):
+        reader.prepare_global_plan([first, reader.prepare_local_plan(LoadPlan([]))])
+
+
+def test_more_than_may_be_ahead(memory: MemoryGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large items one by one, and what lies in many files."""
+    monkeypatch.setattr("forebay.torch.reader.AHEAD_BYTES_MAX", 100_000)
+    wanted = {f"tensor{n}": torch.full((5000 * (n % 7 + 1),), float(n)) for n in range(40)}
+    save(memory, wanted, single_file_per_rank=False)
+    found = blank(wanted)
+    load(memory, found)
+    assert_equal(found, wanted)
 
 
 def test_storage_that_older_torch_sets_up(memory: MemoryGateway) -> None:

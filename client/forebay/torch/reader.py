@@ -197,15 +197,25 @@ class ForebayStorageReader(StorageReader):
     def _read(self, ranges: Iterator[Range]) -> Iterator[tuple[ReadItem, Any]]:
         """All items in order; reading and unpickling is done ahead, on threads, as far as the bytes of it allow."""
         ahead: deque[tuple[int, ThreadFuture[list[tuple[ReadItem, Any]]]]] = deque()
+        ahead_bytes = 0
         reader = self._opened()
+
+        def next_values() -> list[tuple[ReadItem, Any]]:
+            nonlocal ahead_bytes
+            length, future = ahead.popleft()
+            values = future.result()
+            ahead_bytes -= length
+            return values
+
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="forebay-dcp") as pool:
             try:
                 for each in ranges:
-                    while ahead and sum(length for length, _ in ahead) + each.length > AHEAD_BYTES_MAX:
-                        yield from ahead.popleft()[1].result()
+                    while ahead and ahead_bytes + each.length > AHEAD_BYTES_MAX:
+                        yield from next_values()
                     ahead.append((each.length, pool.submit(values_of, reader, each)))
+                    ahead_bytes += each.length
                 while ahead:
-                    yield from ahead.popleft()[1].result()
+                    yield from next_values()
             finally:
                 for _, future in ahead:
                     future.cancel()
