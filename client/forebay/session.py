@@ -15,8 +15,8 @@ ENVIRONMENT = "FOREBAY_SESSION"
 _TORCHELASTIC_UNSET = "none"
 
 
-def default_session(writers: int, environ: Mapping[str, str] = os.environ) -> str:
-    """The session of this launch. Raises InvalidArgument where several writers have nothing to share."""
+def launch_session(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What the environment calls this launch; None where it does not say."""
     if named := environ.get(ENVIRONMENT):
         return named
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -24,6 +24,13 @@ def default_session(writers: int, environ: Mapping[str, str] = os.environ) -> st
         return f"torchelastic-{run_id}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if job_id := environ.get("SLURM_JOB_ID"):
         return f"slurm-{job_id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+    return None
+
+
+def default_session(writers: int, environ: Mapping[str, str] = os.environ) -> str:
+    """The session of this launch. Raises InvalidArgument where several writers have nothing to share."""
+    if launch := launch_session(environ):
+        return launch
     if writers == 1:
         return str(ULID())
     raise InvalidArgument(
