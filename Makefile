@@ -15,9 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Two at a time, each file on one worker, the long ones not last: most tests wait for disks, processes and servers.
+# Three at a time, each file on one worker, the long ones not last: most tests wait for disks, processes and servers.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Hours, not minutes: the full matrices, many rounds of kills, and each safeguard removed once. Writes tests/README.md's figures.
 ROUNDS ?= 200

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -48,11 +49,11 @@ def flipped_meta(gateway: GatewayProcess) -> None:
 def flipped_rows(gateway: GatewayProcess) -> None:
     """A bit in every copy of a shard's row that the file holds: its array's length."""
     data = data_file(gateway).read_bytes()
-    at = data.find(NAME.encode())
-    assert at > 0
-    while at > 0:
-        flip_byte(data_file(gateway), data.rfind(b"\x9b", 0, at))  # msgpack's array of eleven
-        at = data.find(NAME.encode(), at + 1)
+    rows = [data.rfind(b"\x9b", max(0, found.start() - 32), found.start()) for found in re.finditer(NAME.encode(), data)]
+    rows = [row for row in rows if row > 0]  # msgpack's array of eleven; the name stands in an index, too
+    assert rows
+    for row in rows:
+        flip_byte(data_file(gateway), row)
 
 
 DAMAGES: list[Callable[[GatewayProcess], None]] = [cut_off, emptied, deleted, all_deleted, flipped_meta, flipped_rows]

@@ -176,7 +176,12 @@ def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway
     gateway.terminate()
     gateway.start(failpoints="read.before_chunk=all*sleep:0.2")
     outcomes: list[int] = []
-    first = threading.Thread(target=lambda: outcomes.append(gateway.cli("verify", job.run, "7", check=False).returncode))
+
+    def verify() -> None:  # until it is not the one that is refused
+        done = eventually(lambda: gateway.cli("verify", job.run, "7", check=False), lambda result: result.returncode != 5)
+        outcomes.append(done.returncode)
+
+    first = threading.Thread(target=verify)
     first.start()
     refused = eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode != 0)
     assert_refused(refused, 5, "forebay verify", "is running")
