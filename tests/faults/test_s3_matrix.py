@@ -32,7 +32,7 @@ MIB = 1 << 20
 POLICY = RetryPolicy(attempts=ATTEMPTS, first_s=0.01, cap_s=0.02, total_s=30.0)
 # Refused connections do not count as attempts that a test can see, but they must outlast the port's closed time.
 PATIENT = RetryPolicy(attempts=8, first_s=0.05, cap_s=0.1, total_s=30.0)
-TIMEOUTS = S3Timeouts(connect_s=0.5, read_s=0.5, call_s=0.9, slowest_bytes_per_s=64 << 20)
+TIMEOUTS = S3Timeouts(connect_s=0.5, read_s=0.8, call_s=1.3, slowest_bytes_per_s=64 << 20)
 PREFIX = "matrix"
 LARGE, SMALL = blob(6 * MIB + 77), blob(300_001)
 
