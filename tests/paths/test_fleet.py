@@ -10,6 +10,7 @@ from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.core.fleet import node_key, offset_s
 from forebay_gateway.paths.fleet import BEAT_S_MIN, EXPIRY_BEATS, FORGOTTEN_S, not_before_s
+from forebay_gateway.paths.queue import Queue
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.memory import MemoryStore
 from forebay_gateway.tiers.throttled import ThrottledTier, set_bandwidth
@@ -158,6 +159,16 @@ async def test_a_periodic_drain_begins_at_this_node_s_offset(tmp_path: Path) -> 
         await node.drains["pfs"].step()
         assert not [key for key in node.stores["pfs"].objects if "a.bin" in key]
         await node.clock.advance(0.6)
+        await node.drains["pfs"].step()
+        assert [key for key in node.stores["pfs"].objects if "a.bin" in key]
+
+
+async def test_what_an_operator_puts_first_does_not_wait_for_the_offset(tmp_path: Path) -> None:
+    async with below(tmp_path, MemoryStore(), keys='stagger = "100s"\n') as node:
+        await node.commit("r", 1)
+        await node.drains["pfs"].step()
+        assert not [key for key in node.stores["pfs"].objects if "a.bin" in key]
+        await Queue(node.node, node.drains).change("prio", ["r@1"])
         await node.drains["pfs"].step()
         assert [key for key in node.stores["pfs"].objects if "a.bin" in key]
 

@@ -13,7 +13,7 @@ from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
 from forebay_gateway.paths import evict, order
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.safety import copy_lost, expendable_bytes
-from paths.order_kit import RUN, SmallNode
+from paths.order_kit import RUN, SHARD, SmallNode
 
 SKIPS = f'[[policy]]\nrun = "{RUN}"\nskip = true'
 TRANSIENT = f'[[policy]]\nrun = "{RUN}"\ntransient = true'
@@ -78,6 +78,23 @@ async def test_a_pinned_transient_one_is_no_space_that_could_be_had(tmp_path: Pa
         await node.retention.pin(RUN, 1, True)
         with node.node.catalog.read() as txn:
             assert expendable_bytes(txn, node.node.required_tiers) == 0
+
+
+async def test_what_is_transient_is_not_dirty(tmp_path: Path) -> None:
+    """It may go at any time, so it is no reason to slow writers."""
+    async with SmallNode(tmp_path, TRANSIENT) as node:
+        await node.save(1, run="drained/run")
+        await node.clock.advance(60.0)
+        before = node.node.budget.dirty
+        assert before > 0
+        for step in range(1, 4):
+            await node.save(step)
+        await node.clock.advance(60.0)
+        with node.node.catalog.read() as txn:
+            more = txn.totals().dirty - before
+            size = expendable_bytes(txn, node.node.required_tiers)
+        assert size == 3 * len(SHARD)
+        assert node.node.budget.dirty == before + more - size
 
 
 async def test_a_damaged_or_held_one_takes_nobody_s_place(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from forebay_gateway.cache.layout import CLEAN
 from forebay_gateway.core.errors import DiskFull, NotFound
 from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.paths import order
-from forebay_gateway.paths.preempt import Preemption
+from forebay_gateway.paths.care.passes import YIELD_S
+from forebay_gateway.paths.care.scrub import Scrubber
+from forebay_gateway.paths.preempt import STILL_S, Preemption
+from forebay_gateway.paths.write import PartRef
 from paths.kit import client_of, serving, tier
 from paths.order_kit import RUN, SmallNode
 
@@ -59,6 +62,44 @@ async def test_a_part_that_is_out_does_not_hold_up_a_stop_for_writers_that_never
             assert await node.batches(name) == ["1"]
         (outcome,) = await asyncio.wait_for(preemption(node).run("", 3600.0, while_it_can=True), 5)
         assert not outcome.complete and outcome.coming == ()
+
+
+async def test_a_tier_that_takes_no_byte_holds_up_no_stop(tmp_path: Path) -> None:
+    """It answers, but what is put there fails again and again."""
+    async with SmallNode(tmp_path) as node:
+        await node.save(1)
+        stopping = asyncio.create_task(preemption(node).run("", 3600.0, while_it_can=True))
+        asked = asyncio.create_task(preemption(node).run("", 3600.0))
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        await node.clock.advance(STILL_S + 0.1)
+        node.node.changes.tell()
+        (outcome,) = await asyncio.wait_for(stopping, 5)
+        assert outcome.coming == ("near", "far")
+        assert not asked.done()  # who asks with a deadline gets all of it
+        asked.cancel()
+
+
+async def test_scrubs_pause_and_drains_step_back_for_nothing_meanwhile(tmp_path: Path) -> None:
+    async with SmallNode(tmp_path, capacity="64MiB") as node:
+        told: list[bool] = []
+        node.node.movers.saves = told.append  # type: ignore[method-assign]
+        await node.save(1)
+        part = PartRef(RUN, 2, "s2", 0, 1)
+        incoming = await node.small._writes.begin(part, "a", 1)
+        assert told[-1]
+        scrub = Scrubber(node.node, node.reads, node.evictor)
+        await scrub.start()
+        running = asyncio.create_task(preemption(node).run(RUN, 3600.0))
+        await asyncio.sleep(0.05)
+        assert not told[-1]
+        assert await scrub.step() == YIELD_S
+        other = await node.small._writes.begin(part, "b", 1)
+        assert not told[-1]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for each in (incoming, other):
+            await each.discard()
 
 
 async def test_what_was_left_out_goes_after_all_at_a_preemption(tmp_path: Path) -> None:
