@@ -110,11 +110,13 @@ def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams:
             act(item)
 
     with contextlib.closing(scope), scope.entered(), ThreadPoolExecutor(streams, thread_name_prefix="forebay") as pool:
-        workers = [pool.submit(copy_context().run, work) for _ in range(streams)]
-        try:
-            wait(workers, return_when=FIRST_EXCEPTION)
+        whole = False
+        try:  # an interrupt may come between any two of these lines: a pool that is left waits for workers that nobody has ended
+            workers = [pool.submit(copy_context().run, work) for _ in range(streams)]
+            _, left = wait(workers, return_when=FIRST_EXCEPTION)
+            whole = not left and all(worker.exception() is None for worker in workers)
         finally:
-            if any(worker.done() and worker.exception() for worker in workers) or not all(worker.done() for worker in workers):
+            if not whole:
                 scope.cancel()
     errors = [error for worker in workers if (error := worker.exception()) is not None]
     if errors:

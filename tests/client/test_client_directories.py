@@ -2,13 +2,17 @@
 
 import os
 import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import forebay
 from base.ledger import Ledger
-from forebay import Client
+from forebay import Client, cancel
+from forebay.directories import in_parallel
 from forebay.testing import MemoryGateway
 
 
@@ -180,3 +184,29 @@ def test_bad_arguments(memory_client: Client, tmp_path: Path) -> None:
     with pytest.raises(forebay.NotFound):
         memory_client.restore_dir("r", "latest", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_while_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: a pool that is left waits for its workers, and these wait for as long as their operation takes."""
+    begun, ended = threading.Event(), threading.Event()
+    submit, submitted = ThreadPoolExecutor.submit, 0
+
+    def act(_: int) -> None:
+        begun.set()
+        try:
+            cancel.sleep(3600)
+        finally:
+            ended.set()
+
+    def interrupted(pool: ThreadPoolExecutor, work: Any, *arguments: Any) -> Future[Any]:
+        nonlocal submitted
+        submitted += 1
+        if submitted == 2:
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+        return submit(pool, work, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(act, [1, 2, 3], 3)
+    assert ended.is_set()
