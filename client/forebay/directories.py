@@ -111,7 +111,7 @@ def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams:
 
     with contextlib.closing(scope), scope.entered(), ThreadPoolExecutor(streams, thread_name_prefix="forebay") as pool:
         whole = False
-        try:  # an interrupt may come between any two of these lines: a pool that is left waits for workers that nobody has ended
+        try:  # an interrupt may come at any of these lines, and a pool that is left waits for its workers
             workers = [pool.submit(copy_context().run, work) for _ in range(streams)]
             _, left = wait(workers, return_when=FIRST_EXCEPTION)
             whole = not left and all(worker.exception() is None for worker in workers)
