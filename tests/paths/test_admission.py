@@ -66,6 +66,26 @@ async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_
         await until(lambda: quotas.held("held") == 0)
 
 
+async def test_a_checkpoint_that_never_fits_is_told_so_and_not_to_wait(tmp_path: Path, root: Path) -> None:
+    """What it holds makes no room for what it is to hold."""
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        part = client.checkpoint("held", 1, session="s")
+        await part.put("x", bytes(3 * MIB // 2))
+        with pytest.raises(InvalidArgumentThere, match=r"quota of its run.*more nodes.*held_bytes=1572864"):
+            await asyncio.wait_for(part.put("y", bytes(MIB)), 30)
+        await part.put("z", b"what fits is taken")
+        await part.commit()
+        await client.wait("held", 1, "pfs", timeout=30)
+        first, second = (client.checkpoint("held", 2, session="s", writer=number, writers=2) for number in range(2))
+        await first.put("x", bytes(3 * MIB // 2))
+        await first.commit()
+        with pytest.raises(InvalidArgumentThere, match="parts on this node"):  # the first one waits for it
+            await asyncio.wait_for(second.put("y", bytes(MIB)), 30)
+        await second.put("y", b"what fits is taken")
+        await second.commit()
+        await client.wait("held", 2, "pfs", timeout=30)
+
+
 async def test_what_waits_too_long_slows_writers_shows_and_passes(tmp_path: Path, root: Path) -> None:
     async with serving(tmp_path, tier(root), cache_keys='max_dirty_age = "1s"') as gateway, client_of(gateway) as client:
         await client.hold()

@@ -12,7 +12,7 @@ from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir
 from forebay_gateway.paths.care.finding import Severity
-from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy, fates_of
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
@@ -182,6 +182,20 @@ async def test_a_pin_of_what_is_just_going_is_refused(tmp_path: Path) -> None:
 
 
 # -- turns ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_one_run_that_cannot_be_looked_at_keeps_no_other_from_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, keys=LAST_2) as node:
+        for run in ("a", "b"):
+            await node.save(run, 1, 2, 3)
+        put_ledger(store, Ledger(run="a", owner="other-node", token="another process", ttl_s=TTL_S))
+        seen = []
+        with pytest.raises(Busy):
+            async for fate in fates_of(node.expiries.values(), "", apply=True):
+                seen.append((fate.run, fate.step, fate.outcome))
+        assert ("b", 1, "removed") in seen and not [run for run, _, _ in seen if run == "a"]
+        assert node.on_tier("a") == [1, 2, 3] and node.on_tier("b") == [2, 3]
 
 
 async def test_one_node_at_a_time_and_one_that_is_gone_is_succeeded(tmp_path: Path) -> None:
