@@ -267,7 +267,9 @@ class GatewayService:
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Checkpoint:
         """See gateway.proto."""
         self._check_run(request.run)
-        return encode.checkpoint(await self._view(request.run, request.step))
+        message = encode.checkpoint(await self._view(request.run, request.step))
+        message.policy.CopyFrom(encode.policy(self._node, request.run))
+        return message
 
     async def _view(self, run: str, step: int) -> CheckpointView:
         """Complete or not; what is not known anywhere raises."""
