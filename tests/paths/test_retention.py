@@ -155,6 +155,29 @@ async def test_a_pin_of_another_node_counts(tmp_path: Path) -> None:
         assert one.on_tier("r") == [3, 4]
 
 
+async def test_a_pin_of_a_node_that_is_gone_can_be_lifted_and_one_that_lives_says_it_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as one:
+        await one.save("r", 1, 2, 3, 4)
+        async with Here(tmp_path, {"pfs": store}, "b", LAST_2) as other:
+            for step in (1, 2):
+                await other.retention.pin("r", step, True)
+            await one.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+            await one.retention.pin("r", 1, False)  # its own, which it never had
+            await one.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+            await one.retention.pin("r", 2, False, all_nodes=True)
+            await other.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+        await one.retention.pin("r", 1, False, all_nodes=True)
+        await one.look("r")
+        assert one.on_tier("r") == [2, 3, 4]
+        one.node.tiers["pfs"].failed(Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await one.retention.pin("r", 2, False, all_nodes=True)
+
+
 async def test_a_pin_that_a_tier_was_not_told_of_is_told_before_anything_goes(tmp_path: Path) -> None:
     store = MemoryStore()
     async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:

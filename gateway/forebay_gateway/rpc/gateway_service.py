@@ -372,7 +372,9 @@ class GatewayService:
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         """See gateway.proto."""
         self._check_run(request.run)
-        await self._paths.retain.pin(request.run, request.step, request.pinned)
+        if request.all_nodes and request.pinned:
+            raise InvalidArgument("a pin is one node's; only an unpin may be for all nodes")
+        await self._paths.retain.pin(request.run, request.step, request.pinned, all_nodes=request.all_nodes)
         return pb.PinResponse()
 
     @answers

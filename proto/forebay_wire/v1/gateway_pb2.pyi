@@ -1369,19 +1369,23 @@ class PinRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    ALL_NODES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
     pinned: _builtins.bool
+    all_nodes: _builtins.bool
+    """of an unpin: also what other nodes have said on the tiers"""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
         pinned: _builtins.bool = ...,
+        all_nodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_nodes", b"all_nodes", "pinned", b"pinned", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
