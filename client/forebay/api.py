@@ -332,8 +332,9 @@ class Client:
         self._pin(run, step, True)
 
     def unpin(self, run: str, step: int, *, all_nodes: bool = False) -> None:
-        """Undo pin(); with `all_nodes` also what other nodes have pinned, of which one may be gone for good. One that lives says
-        so anew where it has pinned the checkpoint still. Raises NotFound; Unavailable where a tier cannot be told."""
+        """Undo pin(); with `all_nodes` also what other nodes have pinned, of which one may be gone for good.
+
+        A node that lives and has pinned it still says so anew. Raises NotFound; Unavailable where a tier cannot be told."""
         self._pin(run, step, False, all_nodes)
 
     def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
