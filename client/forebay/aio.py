@@ -173,9 +173,9 @@ class AsyncClient:
         """As Client.pin."""
         await self._threads.run(self._client.pin, run, step)
 
-    async def unpin(self, run: str, step: int) -> None:
+    async def unpin(self, run: str, step: int, *, all_nodes: bool = False) -> None:
         """As Client.unpin."""
-        await self._threads.run(self._client.unpin, run, step)
+        await self._threads.run(self._client.unpin, run, step, all_nodes=all_nodes)
 
     async def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
         """As Client.delete."""

@@ -331,9 +331,11 @@ class Client:
         """Keep a checkpoint whatever retention says. Raises NotFound."""
         self._pin(run, step, True)
 
-    def unpin(self, run: str, step: int) -> None:
-        """Undo pin()."""
-        self._pin(run, step, False)
+    def unpin(self, run: str, step: int, *, all_nodes: bool = False) -> None:
+        """Undo pin(); with `all_nodes` also what other nodes have pinned, of which one may be gone for good.
+
+        A node that lives and has pinned it still says so anew. Raises NotFound; Unavailable where a tier cannot be told."""
+        self._pin(run, step, False, all_nodes)
 
     def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
         """Delete a checkpoint everywhere; `force` also what no tier holds yet; `dry_run` only says what it would remove.
@@ -407,9 +409,9 @@ class Client:
         _check(run, step)
         return record(self._call("Describe", pb.DescribeRequest(run=run, step=step), f"describe {run}/{step}"), Checkpoint)
 
-    def _pin(self, run: str, step: int, pinned: bool) -> None:
+    def _pin(self, run: str, step: int, pinned: bool, all_nodes: bool = False) -> None:
         _check(run, step)
-        request = pb.PinRequest(run=run, step=step, pinned=pinned)
+        request = pb.PinRequest(run=run, step=step, pinned=pinned, all_nodes=all_nodes)
         self._call("Pin", request, f"{'pin' if pinned else 'unpin'} {run}/{step}")
 
     def _set_queue(self, tier: str, held: bool) -> list[str]:

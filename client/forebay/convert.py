@@ -22,6 +22,7 @@ _RECORDS: dict[type[Message], type[Any]] = {
     gateway_pb2.Missing: types.Missing,
     gateway_pb2.Level: types.Level,
     gateway_pb2.Checkpoint: types.Checkpoint,
+    gateway_pb2.Policy: types.Policy,
     gateway_pb2.ShardInfo: types.Shard,
     gateway_pb2.Run: types.Run,
     gateway_pb2.Pressure: types.Pressure,

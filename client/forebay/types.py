@@ -133,11 +133,29 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """What holds for a run's checkpoints now: `run` is the pattern of the `[[policy]]` that fits, "" where none does.
+
+    `tiers` are those that they go to; `every` says by tier how many of the periodic ones do, "1" all, "4" each fourth, "1800s"
+    one in so many seconds; `skip` whether a drain that lags may leave superseded ones out; `kind` is the class of a save that
+    names none; `quota_bytes` bounds what the run holds of the cache while it waits for a tier; `transient` as in CommitReceipt.
+    """
+
+    run: str = ""
+    tiers: tuple[str, ...] = ()
+    every: Mapping[str, str] = field(default_factory=dict)
+    skip: bool = False
+    kind: str = "periodic"
+    quota_bytes: int | None = None
+    transient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A (run, step). `state` is "complete" or "incomplete"; then `missing` says what it lacks. `kind` is "periodic", "final" or
     "preemption"; `transient` as in CommitReceipt.
 
-    `shards` is filled by Client.describe alone; lists leave it empty.
+    `shards` and `policy` are filled by Client.describe alone; lists leave them empty.
     """
 
     run: str
@@ -154,6 +172,7 @@ class Checkpoint:
     reason: str
     kind: str = "periodic"
     transient: bool = False
+    policy: Policy = field(default_factory=Policy, repr=False)
     shards: tuple[Shard, ...] = field(default=(), repr=False)
 
     @property

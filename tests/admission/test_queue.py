@@ -10,7 +10,7 @@ import pytest
 from forebay_gateway.admission.budget import Budget, Reservation
 from forebay_gateway.admission.queue import FairQueue, Waiter
 from forebay_gateway.admission.quota import Quotas
-from forebay_gateway.admission.waiting import WAIT_S_MAX, WAITERS_MAX, WaitingRoom
+from forebay_gateway.admission.waiting import PLACE_KEPT_S, WAIT_S_MAX, WAITERS_MAX, WaitingRoom
 from forebay_gateway.base.clock import FakeClock
 from forebay_gateway.core.errors import CacheFull, InvalidArgument
 
@@ -168,6 +168,8 @@ async def test_nobody_waits_longer_than_asked_nor_than_the_cap() -> None:
     assert isinstance(error, CacheFull) and error.waited_s == pytest.approx(3.0) and error.retry_after_s is not None
     await room.after(WAIT_S_MAX)
     assert isinstance(long.exception(), CacheFull)
+    await room.after(PLACE_KEPT_S)
+    room.room.serve()
     assert room.budget.waiting == 0
 
 
@@ -208,6 +210,40 @@ async def test_who_comes_later_does_not_overtake_by_being_small() -> None:
     room.budget.freed(30 * MIB)
     await room.after()
     assert large.done()
+
+
+async def test_who_has_to_ask_anew_keeps_its_place() -> None:
+    """Or small requests took all that drains while a large one's client pauses, again and again."""
+    room = Room()
+    large, small = room.ask(50, wait_s=100.0), room.ask(5, "b", wait_s=100.0)
+    await room.after(WAIT_S_MAX + 0.1)
+    assert isinstance(large.exception(), CacheFull) and isinstance(small.exception(), CacheFull)
+    small = room.ask(5, "b", wait_s=70.0)
+    room.budget.freed(40 * MIB)
+    await room.after(PLACE_KEPT_S / 2)
+    assert not small.done()
+    large = room.ask(50, wait_s=70.0)
+    room.budget.freed(10 * MIB)
+    await room.after()
+    assert large.done() and large.exception() is None and not small.done()
+    room.budget.freed(5 * MIB)
+    await room.after()
+    assert small.done() and small.exception() is None and room.budget.waiting == 0
+
+
+async def test_a_place_is_kept_for_a_few_seconds_and_no_longer() -> None:
+    room = Room(lambda run: 1 * MIB if run == "b" else None)
+    room.quotas.reserve("b", MIB)
+    gone, also = room.ask(50, wait_s=100.0), room.ask(1, "b", wait_s=100.0)  # a run at its quota is never next
+    await room.after(WAIT_S_MAX + 0.1)
+    assert isinstance(gone.exception(), CacheFull) and isinstance(also.exception(), CacheFull)
+    small = room.ask(5, "c")
+    room.budget.freed(5 * MIB)
+    await room.after(PLACE_KEPT_S - 0.5)
+    assert not small.done()
+    await room.after(1.5)
+    assert small.done() and small.exception() is None
+    assert room.budget.waiting == 0
 
 
 async def test_one_that_is_cancelled_leaves_the_queue_and_others_go() -> None:

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+import forebay
+from forebay.cli.show import _say_checkpoint
 from forebay.errors import CacheFull, Unavailable
 from forebay.errors import InvalidArgument as InvalidArgumentThere
 from forebay_gateway.admission.curve import SLOWEST_BYTES_PER_S
@@ -31,6 +33,26 @@ QUOTA = '[[policy]]\nrun = "held"\nquota = "2MiB"\n'
 def root(tmp_path: Path) -> Path:
     (tmp_path / "pfs").mkdir()
     return tmp_path / "pfs"
+
+
+async def test_info_says_what_holds_for_the_run_now(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = '[[policy]]\nrun = "team/*"\nevery = "30m"\nskip = true\nclass = "final"\nquota = "2MiB"\n'
+    async with serving(tmp_path, tier(root), rules) as gateway, client_of(gateway) as client:
+        for run in ("team/a", "other"):
+            async with client.checkpoint(run, 1) as part:
+                await part.put("x", b"x")
+                await part.commit()
+        found = (await client.describe("team/a", 1)).policy
+        assert found == forebay.Policy("team/*", ("pfs",), {"pfs": "1800s"}, True, "final", 2 * MIB, False)
+        assert (await client.describe("other", 1)).policy == forebay.Policy("", ("pfs",), {"pfs": "1"})
+        _say_checkpoint(await client.describe("team/a", 1))
+        told = capsys.readouterr().out
+        assert "policy 'team/*': to pfs (every 1800s), superseded ones left out when the drain lags, class final, " in told
+        assert "at most 2.00 MiB of the cache" in told or "at most 2.0 MiB of the cache" in told, told
+        changed = replace(gateway.node.config, policies=(PolicyConfig(run="**", transient=True),))
+        Reloader(gateway.node, lambda: changed, []).reload()
+        _say_checkpoint(await client.describe("other", 1))
+        assert "policy '**': stays in the cache\n" in capsys.readouterr().out
 
 
 async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_drained(tmp_path: Path, root: Path) -> None:
@@ -64,6 +86,26 @@ async def test_a_run_is_held_to_its_quota_over_a_restart_and_let_in_once_it_has_
         await part.commit()
         await client.wait("held", 2, "pfs", timeout=30)
         await until(lambda: quotas.held("held") == 0)
+
+
+async def test_a_checkpoint_that_never_fits_is_told_so_and_not_to_wait(tmp_path: Path, root: Path) -> None:
+    """What it holds makes no room for what it is to hold."""
+    async with serving(tmp_path, tier(root), QUOTA) as gateway, client_of(gateway) as client:
+        part = client.checkpoint("held", 1, session="s")
+        await part.put("x", bytes(3 * MIB // 2))
+        with pytest.raises(InvalidArgumentThere, match=r"quota of its run.*more nodes.*held_bytes=1572864"):
+            await asyncio.wait_for(part.put("y", bytes(MIB)), 30)
+        await part.put("z", b"what fits is taken")
+        await part.commit()
+        await client.wait("held", 1, "pfs", timeout=30)
+        first, second = (client.checkpoint("held", 2, session="s", writer=number, writers=2) for number in range(2))
+        await first.put("x", bytes(3 * MIB // 2))
+        await first.commit()
+        with pytest.raises(InvalidArgumentThere, match="parts on this node"):  # the first one waits for it
+            await asyncio.wait_for(second.put("y", bytes(MIB)), 30)
+        await second.put("y", b"what fits is taken")
+        await second.commit()
+        await client.wait("held", 2, "pfs", timeout=30)
 
 
 async def test_what_waits_too_long_slows_writers_shows_and_passes(tmp_path: Path, root: Path) -> None:

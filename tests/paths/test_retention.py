@@ -12,7 +12,7 @@ from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir
 from forebay_gateway.paths.care.finding import Severity
-from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy, fates_of
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
@@ -155,6 +155,29 @@ async def test_a_pin_of_another_node_counts(tmp_path: Path) -> None:
         assert one.on_tier("r") == [3, 4]
 
 
+async def test_a_pin_of_a_node_that_is_gone_can_be_lifted_and_one_that_lives_says_it_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as one:
+        await one.save("r", 1, 2, 3, 4)
+        async with Here(tmp_path, {"pfs": store}, "b", LAST_2) as other:
+            for step in (1, 2):
+                await other.retention.pin("r", step, True)
+            await one.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+            await one.retention.pin("r", 1, False)  # its own, which it never had
+            await one.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+            await one.retention.pin("r", 2, False, all_nodes=True)
+            await other.look("r")
+            assert one.on_tier("r") == [1, 2, 3, 4]
+        await one.retention.pin("r", 1, False, all_nodes=True)
+        await one.look("r")
+        assert one.on_tier("r") == [2, 3, 4]
+        one.node.tiers["pfs"].failed(Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await one.retention.pin("r", 2, False, all_nodes=True)
+
+
 async def test_a_pin_that_a_tier_was_not_told_of_is_told_before_anything_goes(tmp_path: Path) -> None:
     store = MemoryStore()
     async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
@@ -182,6 +205,20 @@ async def test_a_pin_of_what_is_just_going_is_refused(tmp_path: Path) -> None:
 
 
 # -- turns ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_one_run_that_cannot_be_looked_at_keeps_no_other_from_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with Here(tmp_path, {"pfs": store}, keys=LAST_2) as node:
+        for run in ("a", "b"):
+            await node.save(run, 1, 2, 3)
+        put_ledger(store, Ledger(run="a", owner="other-node", token="another process", ttl_s=TTL_S))
+        seen = []
+        with pytest.raises(Busy):
+            async for fate in fates_of(node.expiries.values(), "", apply=True):
+                seen.append((fate.run, fate.step, fate.outcome))
+        assert ("b", 1, "removed") in seen and not [run for run, _, _ in seen if run == "a"]
+        assert node.on_tier("a") == [1, 2, 3] and node.on_tier("b") == [2, 3]
 
 
 async def test_one_node_at_a_time_and_one_that_is_gone_is_succeeded(tmp_path: Path) -> None:

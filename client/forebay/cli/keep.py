@@ -23,14 +23,21 @@ def pin(run: RunName, step: StepNumber, json: Json = False) -> int:
     return _set_pin(run, step, True, json)
 
 
-def unpin(run: RunName, step: StepNumber, json: Json = False) -> int:
+def unpin(
+    run: RunName,
+    step: StepNumber,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="Also what other nodes have pinned, such as one that is gone for good.")
+    ] = False,
+    json: Json = False,
+) -> int:
     """Let retention have a checkpoint again. JSON keys: run, step, pinned."""
-    return _set_pin(run, step, False, json)
+    return _set_pin(run, step, False, json, all_nodes)
 
 
-def _set_pin(run: str, step: int, pinned: bool, json: bool) -> int:
+def _set_pin(run: str, step: int, pinned: bool, json: bool, all_nodes: bool = False) -> int:
     with client() as gateway:
-        gateway.pin(run, step) if pinned else gateway.unpin(run, step)
+        gateway.pin(run, step) if pinned else gateway.unpin(run, step, all_nodes=all_nodes)
     if json:
         print_json({"run": run, "step": step, "pinned": pinned})
     else:

@@ -1,6 +1,7 @@
 """`ls`, `info`, `status`, `wait`, `pressure`: what is there, and how far it is."""
 
 import json as json_module
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from forebay.cli.exits import on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, say_state, size_text, table
 from forebay.errors import NotFound
 from forebay.progress import byte_counter
-from forebay.types import Checkpoint, Level, Pressure, RetentionStatus, Shard, Status, TierStatus, WaitProgress
+from forebay.types import Checkpoint, Level, Policy, Pressure, RetentionStatus, Shard, Status, TierStatus, WaitProgress
 
 _STANDING = ("held", "away", "denied", "full")  # a tier takes nothing then
 
@@ -94,7 +95,7 @@ def info(
     """Say all about a checkpoint, or about one of its shards.
 
     JSON keys: run, step, session, writers, state, missing, levels, size, shard_count, pinned, metadata, reason, kind,
-    transient, shards; of a shard: name, size, crc32c, writer, state, copies.
+    transient, policy, shards; of a shard: name, size, crc32c, writer, state, copies.
     """
     with client() as gateway:
         found = gateway.describe(run, step)
@@ -117,8 +118,24 @@ def _say_checkpoint(found: Checkpoint) -> None:
         say_state(f"  {level.level:<12} ", level.state, _level_rest(level))
     for missing in found.missing:
         say(f"  missing: {missing}")
+    if found.policy.run:
+        say(f"policy {found.policy.run!r}: {', '.join(_rules(found.policy))}")
     if found.metadata:
         say("metadata " + json_module.dumps(dict(found.metadata), sort_keys=True))
+
+
+def _rules(policy: Policy) -> Iterator[str]:
+    if policy.transient:
+        yield "stays in the cache"
+    for tier in policy.tiers:
+        every = policy.every.get(tier, "1")
+        yield f"to {tier}" + ("" if every == "1" else f" (every {every})")
+    if policy.skip:
+        yield "superseded ones left out when the drain lags"
+    if policy.kind != "periodic":
+        yield f"class {policy.kind}"
+    if policy.quota_bytes is not None:
+        yield f"at most {size_text(policy.quota_bytes)} of the cache"
 
 
 def _level_rest(level: Level) -> str:

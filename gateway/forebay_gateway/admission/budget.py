@@ -115,6 +115,11 @@ class Budget:
         return self._reserved
 
     @property
+    def limit(self) -> int:
+        """Bytes that all shards together may come to before new ones are refused."""
+        return int(self.capacity * self._refuse)
+
+    @property
     def fill(self) -> float:
         """Used and reserved, of capacity."""
         return (self._used + self._reserved) / self.capacity
@@ -139,7 +144,7 @@ class Budget:
     def check_fits(self, size: int, run: str = "") -> None:
         """Raise InvalidArgument for what no waiting would make room for."""
         self.quotas.check_fits(run, size)
-        if size > self.capacity * self._refuse:
+        if size > self.limit:
             raise InvalidArgument(
                 "the shard does not fit into this cache", needs_bytes=size, capacity_bytes=self.capacity, refuse=self._refuse
             )

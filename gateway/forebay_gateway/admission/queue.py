@@ -22,12 +22,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Waiter:
-    """One request."""
+    """One request. `kept_until_s` (monotonic) is set while its client is away and is to come again."""
 
-    __slots__ = ("future", "run", "size", "writer")
+    __slots__ = ("future", "kept_until_s", "run", "size", "writer")
 
     def __init__(self, run: str, writer: int, size: int, future: "asyncio.Future[Reservation]") -> None:
         self.run, self.writer, self.size, self.future = run, writer, size, future
+        self.kept_until_s: float | None = None
 
 
 class _Ring(Generic[Key]):
@@ -85,6 +86,11 @@ class FairQueue:
         self._waiting.setdefault(waiter.run, {}).setdefault(waiter.writer, deque()).append(waiter)
         self._count += 1
         self.size += waiter.size
+
+    def away(self, run: str, writer: int, size: int) -> Waiter | None:
+        """The first of the writer's requests for so many bytes whose client is away."""
+        flow = self._waiting.get(run, {}).get(writer, ())
+        return next((waiter for waiter in flow if waiter.size == size and waiter.kept_until_s is not None), None)
 
     def next(self, may_go: Callable[[Waiter], bool]) -> Waiter | None:
         """Who is to be served; those that may not go now (their run's quota) are passed over."""

@@ -5,6 +5,7 @@ the space (budget.py), nor how room is made (paths/admit.py).
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from forebay_gateway.core.errors import CacheFull
 
 WAITERS_MAX = 1024  # more than a node has ranks; to find the next looks at each. Who comes later is refused, and comes again
 WAIT_S_MAX = 30.0  # then the client hears, and asks anew: a call that says nothing for longer looks dead
+PLACE_KEPT_S = 6.0  # for who is to ask anew, a little longer than a client pauses: small requests would overtake a large one
 LOOK_AGAIN_S = 1.0  # while waiting: whether there is hope yet, and whether something can be evicted
 LOOKS_APART_S = 0.5  # of all who wait together: each look goes over all of them
 
@@ -30,6 +32,7 @@ class WaitingRoom:
         self._has_hope = has_hope
         self._make_room = make_room
         self._queue = FairQueue()
+        self._away: deque[Waiter] = deque()  # whose clients are to come again, who left first in front
         self._looked_s = float("-inf")
         budget.on_room = self.serve
 
@@ -39,26 +42,51 @@ class WaitingRoom:
         self._budget.check_fits(size, run)
         if not len(self._queue) and (made := await self._now(size, run)) is not None:
             return made
-        waiter = Waiter(run, writer, size, asyncio.get_running_loop().create_future())
+        waiter = self._placed(run, writer, size)
         began_s = self._clock.monotonic()
-        self._queue.add(waiter)
         self._count()
         try:
             self.serve()
             await self._wait(waiter, began_s, min(wait_s, WAIT_S_MAX))
             return waiter.future.result()
-        except BaseException:
+        except BaseException as error:
             if waiter.future.done() and not waiter.future.cancelled():
                 waiter.future.result().release()  # given in the same moment
+            elif isinstance(error, CacheFull) and error.waited_s >= WAIT_S_MAX < wait_s:
+                self._keep_place(waiter)
             raise
         finally:
-            self._queue.remove(waiter)
+            if waiter.kept_until_s is None:
+                self._queue.remove(waiter)
             self._count()
             self.serve()  # it may have stood before others
 
+    def _placed(self, run: str, writer: int, size: int) -> Waiter:
+        """At the end of its flow, or where it stood when its call's time was over."""
+        future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        if (waiter := self._queue.away(run, writer, size)) is not None:
+            waiter.future, waiter.kept_until_s = future, None
+            return waiter
+        waiter = Waiter(run, writer, size, future)
+        self._queue.add(waiter)
+        return waiter
+
+    def _keep_place(self, waiter: Waiter) -> None:
+        waiter.kept_until_s = self._clock.monotonic() + PLACE_KEPT_S
+        self._away.append(waiter)
+        asyncio.get_running_loop().call_later(PLACE_KEPT_S, self.serve)
+
+    def _give_up_places(self) -> None:
+        now_s = self._clock.monotonic()
+        while self._away and ((until_s := self._away[0].kept_until_s) is None or until_s <= now_s):
+            waiter = self._away.popleft()
+            if until_s is not None:  # else it came again
+                self._queue.remove(waiter)
+
     def serve(self) -> None:
         """Give space to those whose turn it is, as long as there is some."""
-        while (waiter := self._next()) is not None:
+        self._give_up_places()
+        while (waiter := self._next()) is not None and waiter.kept_until_s is None:
             if waiter.future.done():  # its call was cancelled, and has not had its turn to leave
                 self._queue.remove(waiter)
                 continue

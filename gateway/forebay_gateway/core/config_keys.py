@@ -29,6 +29,9 @@ class Cadence(msgspec.Struct, frozen=True):
     count: int = 1
     interval_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.interval_s:g}s" if self.interval_s else str(self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class Key:

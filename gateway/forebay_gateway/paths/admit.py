@@ -18,7 +18,7 @@ from forebay_gateway.admission.waiting import WaitingRoom
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
-from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument, StartupError
+from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, ForebayError, InvalidArgument, StartupError
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
@@ -63,6 +63,26 @@ class Admitter:
             raise
         reservation.unwritten(size)
         return reservation
+
+    def refused(self, error: CacheFull, run: str, step: int, session: str, size: int) -> ForebayError:
+        """What a writer of that session is told. Its shards make room only once the whole checkpoint is complete on its tiers:
+        where what this node holds of it leaves no room for the next one, no waiting helps."""
+        if type(error) is not CacheFull:  # a full disk has words of its own
+            return error
+        with self._node.catalog.read() as txn:
+            row = txn.find_session(run, step, session)
+            held = 0 if row is None else txn.session_sums(row.id).cached_size
+        quota = self._node.budget.quotas.limit_of(run)
+        limit = self._node.budget.limit if quota is None else min(quota, self._node.budget.limit)
+        if not held or held + size <= limit:
+            return error
+        return InvalidArgument(
+            f"the checkpoint's parts on this node do not fit into {'this cache' if quota is None else 'the quota of its run'}, "
+            "and none of them makes room before all are on the tiers; use more nodes, or give it more space",
+            held_bytes=held,
+            needs_bytes=size,
+            limit_bytes=limit,
+        )
 
     async def grow(self, reservation: Reservation, size: int, at_once: int = 0) -> None:
         """`size` bytes more, for a stream whose length is not known, and `at_once` where so many could ever fit. Verified data

@@ -471,13 +471,29 @@ class Expiry:
 
 
 async def fates_of(expiries: Iterable[Expiry], run: str, *, apply: bool) -> AsyncGenerator[Fate, None]:
-    """Of one run, or of all that a rule is for, on each tier that can be reached. Raises Unavailable for one that cannot."""
+    """Of one run, or of all that a rule is for, on each tier. Raises the first failure at the end, once all others had their
+    turn: Unavailable for a tier that cannot be reached."""
+    failed: list[ForebayError] = []
     for expiry in expiries:
         if expiry.off:
             continue
-        for each in [run] if run else await expiry.runs():
-            for fate in await expiry.look(each, apply=apply):
+        try:
+            runs = [run] if run else await expiry.runs()
+        except ForebayError as error:
+            failed.append(error)
+            continue
+        for each in runs:
+            try:
+                fates = await expiry.look(each, apply=apply)
+            except ForebayError as error:
+                failed.append(error)
+                continue
+            for fate in fates:
                 yield fate
+    if len(failed) > 1:
+        log.warning("retention looked at all that it could failed=%s last=%s", len(failed), failed[-1])
+    if failed:
+        raise failed[0]
 
 
 UNKNOWN = "?"  # a token that no process has

@@ -31,6 +31,18 @@ async def tell_pin(node: Node, run: str, step: int, pinned: bool) -> None:
             )
 
 
+async def lift_pins(node: Node, run: str, step: int) -> None:
+    """Every node's pin of a checkpoint goes from every tier: one that is gone for good cannot lift its own. A node that lives
+    and has pinned it still says so anew at its next look. Raises Unavailable for a tier that is away."""
+    for tier in node.tiers.values():
+        if not tier.usable:
+            raise Unavailable("a tier that may know of pins cannot be asked now", tier=tier.name, retry_after_s=5.0)
+        listing = await tier.tier.list(pins_dir(run))
+        for info in listing.objects:
+            if parse_pin_key(info.key) == step:
+                await tier.tier.delete(info.key)
+
+
 async def _tell(node: Node, tier: MonitoredTier, run: str, step: int, pinned: bool) -> bool:
     """Whether it is going there."""
     key = pin_key(run, step, node.id)

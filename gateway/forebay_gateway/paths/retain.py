@@ -24,7 +24,7 @@ from forebay_gateway.paths import marks
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
-from forebay_gateway.paths.pins import tell_pin
+from forebay_gateway.paths.pins import lift_pins, tell_pin
 from forebay_gateway.paths.safety import HELD_STATES, is_expendable
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -56,14 +56,18 @@ class Retention:
         self.deleted = _nothing  # likewise of each that somebody deletes
         self._lock = asyncio.Lock()
 
-    async def pin(self, run: str, step: int, pinned: bool) -> None:
-        """Keep from eviction and retention, or no longer. Raises NotFound."""
+    async def pin(self, run: str, step: int, pinned: bool, *, all_nodes: bool = False) -> None:
+        """Keep from eviction and retention, or no longer: `all_nodes` lifts what others have said on the tiers, too. Raises
+        NotFound; Unavailable for a tier that cannot be told of the latter."""
         row = await self._known(run, step)
         if row.deleting:
             raise NotFound("this checkpoint is being deleted", run=run, step=step)
         change = marks.pinned(row.run, row.step, pinned)
         await self._node.marks.change(change, lambda txn: txn.set_pinned(row.run, row.step, pinned))
-        await tell_pin(self._node, row.run, row.step, pinned)
+        if all_nodes:
+            await lift_pins(self._node, row.run, row.step)
+        else:
+            await tell_pin(self._node, row.run, row.step, pinned)
         await self.pinned(row)
 
     async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:

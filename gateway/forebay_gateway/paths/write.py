@@ -21,6 +21,7 @@ from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import (
     AlreadyExists,
+    CacheFull,
     Corrupt,
     ForebayError,
     InvalidArgument,
@@ -274,6 +275,8 @@ class WritePath:
         """Space for a writer's bytes. See Admitter.reserve."""
         try:
             return await self.admitter.reserve(size, part.run, part.writer, wait_s)
+        except CacheFull as error:
+            raise self.admitter.refused(error, part.run, part.step, part.session, size) from None
         finally:
             self._tell_movers()
 

@@ -61,6 +61,21 @@ def checkpoint(value: CheckpointView) -> pb.Checkpoint:
     )
 
 
+def policy(node: Node, run: str) -> pb.Policy:
+    """What holds for the run now."""
+    found, only = node.policy(run), node.only_tiers(run)
+    tiers = [tier for tier in node.config.tiers if only is None or tier.name in only]
+    return pb.Policy(
+        run=found.run if found in node.config.policies else "",
+        tiers=[tier.name for tier in tiers],
+        every={tier.name: str(found.every or tier.every) for tier in tiers},
+        skip=found.skip,
+        kind=found.class_,
+        quota_bytes=found.quota,
+        transient=found.transient,
+    )
+
+
 def shard(value: NamedShard, copies: Mapping[str, CopyRow]) -> pb.ShardInfo:
     """One shard, with the state of each copy; of one in a pack, the pack's."""
     return pb.ShardInfo(

@@ -267,7 +267,9 @@ class GatewayService:
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Checkpoint:
         """See gateway.proto."""
         self._check_run(request.run)
-        return encode.checkpoint(await self._view(request.run, request.step))
+        message = encode.checkpoint(await self._view(request.run, request.step))
+        message.policy.CopyFrom(encode.policy(self._node, request.run))
+        return message
 
     async def _view(self, run: str, step: int) -> CheckpointView:
         """Complete or not; what is not known anywhere raises."""
@@ -370,7 +372,9 @@ class GatewayService:
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         """See gateway.proto."""
         self._check_run(request.run)
-        await self._paths.retain.pin(request.run, request.step, request.pinned)
+        if request.all_nodes and request.pinned:
+            raise InvalidArgument("a pin is one node's; only an unpin may be for all nodes")
+        await self._paths.retain.pin(request.run, request.step, request.pinned, all_nodes=request.all_nodes)
         return pb.PinResponse()
 
     @answers

@@ -985,6 +985,78 @@ class Level(_message.Message):
 Global___Level: _TypeAlias = Level  # noqa: Y015
 
 @_typing.final
+class Policy(_message.Message):
+    """What holds for a run's checkpoints now; those that are committed already keep the tiers of then."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EveryEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """the pattern of the [[policy]] that fits; "" where none does"""
+    skip: _builtins.bool
+    """whether a drain that lags may leave out superseded periodic ones"""
+    kind: _builtins.str
+    """class of a save that names none"""
+    quota_bytes: _builtins.int
+    """of the cache, while they wait for a tier"""
+    transient: _builtins.bool
+    """cache only"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """where they go"""
+
+    @_builtins.property
+    def every(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by tier: how many of the periodic ones go there, "4" (each fourth) or "1800s" """
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        tiers: _abc.Iterable[_builtins.str] | None = ...,
+        every: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        skip: _builtins.bool = ...,
+        kind: _builtins.str = ...,
+        quota_bytes: _builtins.int | None = ...,
+        transient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes", "quota_bytes", b"quota_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes", "every", b"every", "kind", b"kind", "quota_bytes", b"quota_bytes", "run", b"run", "skip", b"skip", "tiers", b"tiers", "transient", b"transient"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__quota_bytes: _TypeAlias = _typing.Literal["quota_bytes"]  # noqa: Y015
+    _WhichOneofArgType__quota_bytes: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quota_bytes) -> _WhichOneofReturnType__quota_bytes | None: ...
+
+Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
 class Checkpoint(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1002,6 +1074,7 @@ class Checkpoint(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
     session: _builtins.str
@@ -1022,6 +1095,10 @@ class Checkpoint(_message.Message):
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Missing]: ...
     @_builtins.property
     def levels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Level]: ...
+    @_builtins.property
+    def policy(self) -> Global___Policy:
+        """of Describe alone"""
+
     def __init__(
         self,
         *,
@@ -1039,10 +1116,11 @@ class Checkpoint(_message.Message):
         reason: _builtins.str = ...,
         kind: _builtins.str = ...,
         transient: _builtins.bool = ...,
+        policy: Global___Policy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "levels", b"levels", "metadata_json", b"metadata_json", "missing", b"missing", "pinned", b"pinned", "reason", b"reason", "run", b"run", "session", b"session", "shard_count", b"shard_count", "size", b"size", "state", b"state", "step", b"step", "transient", b"transient", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "levels", b"levels", "metadata_json", b"metadata_json", "missing", b"missing", "pinned", b"pinned", "policy", b"policy", "reason", b"reason", "run", b"run", "session", b"session", "shard_count", b"shard_count", "size", b"size", "state", b"state", "step", b"step", "transient", b"transient", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,19 +1369,23 @@ class PinRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    ALL_NODES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     step: _builtins.int
     pinned: _builtins.bool
+    all_nodes: _builtins.bool
+    """of an unpin: also what other nodes have said on the tiers"""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
         pinned: _builtins.bool = ...,
+        all_nodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_nodes", b"all_nodes", "pinned", b"pinned", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
