@@ -26,7 +26,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard; `transient` as in CommitReceipt."""
+    """One shard is durable at `level`: "cache", or while the cache's disk fails the tier that it went through to. `crc32c` is
+    that of the whole shard; `transient` as in CommitReceipt."""
 
     name: str
     size: int
@@ -50,7 +51,8 @@ class Pressure:
     """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1).
 
     `writers_bytes_per_s` is what all writers of the gateway together are slowed to, None where they are not; `waiting` how many
-    requests wait for space.
+    requests wait for space. `through` is the tier that new shards go through to since the cache's disk fails, "" where they go
+    into the cache.
     """
 
     level: str
@@ -60,6 +62,7 @@ class Pressure:
     retry_after_s: float | None = None
     writers_bytes_per_s: float | None = None
     waiting: int = 0
+    through: str = ""
 
     def sustainable_interval_s(self, size: int) -> float | None:
         """The shortest interval between saves of `size` bytes on this node that every tier which is draining now carries at the
@@ -91,10 +94,12 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class CommitReceipt:
-    """A writer's part is promised at `level`.
+    """A writer's part is promised at `level`: "cache"; while the cache's disk fails the tier that its shards went through to;
+    "cache+pfs" where that began or ended meanwhile.
 
     `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
-    stays in the cache and is never drained.
+    stays in the cache and is never drained; `through` names the tiers that shards of it went through to, which are not in the
+    cache, "" for none.
     """
 
     level: str
@@ -103,6 +108,7 @@ class CommitReceipt:
     pressure: Pressure
     shard_count: int
     size: int
+    through: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class SaveSummary:
-    """What save_dir did: `level` was reached; `checkpoint_complete` and `transient` as in CommitReceipt."""
+    """What save_dir did: `level` was reached; `checkpoint_complete`, `transient` and `through` as in CommitReceipt."""
 
     run: str
     step: int
@@ -205,6 +211,7 @@ class SaveSummary:
     checkpoint_complete: bool
     elapsed_s: float
     transient: bool = False
+    through: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath
 from forebay_gateway.paths.steady import Step, steady
+from forebay_gateway.paths.through import Through
+from forebay_gateway.paths.unfiled import Filer
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
@@ -177,7 +179,8 @@ class Gateway:
         self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, queue.first)
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
-        paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption)
+        through = self._wire_through(writes, small)
+        paths = Paths(writes, small, through, commits, finder, reads, many, waiter, retention, leases, preemption)
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
         changing = [
@@ -200,6 +203,7 @@ class Gateway:
         ]
         for tier in node.tiers.values():
             tier.on_return(mender.retry_now)
+        node.on_disk_return.append(mender.retry_now)
         for worker in changing:
             node.changes.listen(worker.wake)
         for worker in (*changing, *quiet):
@@ -218,6 +222,21 @@ class Gateway:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def _wire_through(self, writes: WritePath, small: SmallPath) -> Through:
+        """The way past the cache, for the time in which its disk fails, and what is to be done after it."""
+        node = self.node
+        through = Through(node, writes)
+        small.divert, node.budget.through = through.put_group, through.tier
+        tidy = self._worker("tidy", through.tidier.step, 60.0)
+        filer = self._worker("file parts", Filer(node).step, 60.0)
+        through.tidier.wake = tidy.wake
+        for tier in node.tiers.values():
+            tier.on_return(tidy.wake)
+        node.on_disk_return.append(filer.wake)
+        for worker in (tidy, filer):
+            self._crew.add(worker)
+        return through
 
     def _wire_shared(self, finder: Finder, retention: Retention) -> tuple[dict[str, Fleet], dict[str, Expiry]]:
         """What nodes that share a tier do together: count each other, and take turns at retention."""

@@ -259,7 +259,8 @@ def pressure(json: Json = False) -> int:
     """Say how full the cache is, and whether to slow down.
 
     JSON keys: level, reason, fill, tiers (tier, pending_bytes, drain_bytes_per_s, eta_s), retry_after_s, writers_bytes_per_s
-    (to which all writers together are slowed; null: they are not), waiting (requests that wait for space).
+    (to which all writers together are slowed; null: they are not), waiting (requests that wait for space), through (the tier
+    that new shards go through to since the cache's disk fails; "": none do).
     """
     with client() as gateway:
         found = gateway.pressure()
