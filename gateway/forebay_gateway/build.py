@@ -179,7 +179,7 @@ class Gateway:
         self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, queue.first)
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
-        through = self._wire_through(writes, small)
+        through = self._through = self._wire_through(writes, small)
         paths = Paths(writes, small, through, commits, finder, reads, many, waiter, retention, leases, preemption)
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
