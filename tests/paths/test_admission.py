@@ -102,6 +102,7 @@ async def test_a_disk_that_fails_is_told_and_used_again_by_itself(
     monkeypatch.setattr(IncomingFile, "seal", lambda *arguments: (fail("seal the shard"), seal(*arguments)))
     monkeypatch.setattr(CacheDir, "try_writing", lambda cache: (fail("write"), try_writing(cache)))
     async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+        await client.hold()  # else shards would go through to the tier
         put = client.checkpoint("run", 1, session="s")
         with pytest.raises(Unavailable, match="disk fail"):
             await put.put("x", b"x" * 1000)
@@ -110,6 +111,9 @@ async def test_a_disk_that_fails_is_told_and_used_again_by_itself(
         assert status.pressure.level == "refusing" and status.health == "critical"
         assert any("disk fails" in alarm.what and "kernel" in alarm.todo for alarm in status.alarms)
         assert gateway.node.budget.reserved == 0
+        with pytest.raises(Unavailable, match="no required tier can take it"):
+            await put.put("y", b"y")
+        await client.release()
         fails = False
         await until(lambda: not gateway.node.budget.disk.reason, within_s=5 * health.DISK_FULL_SHOWN_S)
         await put.put("x", b"x" * 1000)

@@ -201,6 +201,9 @@ def _pace(tier: TierStatus) -> str:
 
 
 def _at_risk(found: Status) -> str:
+    waiting = [tier.name for tier in found.tiers if tier.required and tier.pending_copies]
+    if waiting and not found.cache.dirty_bytes:  # what went through to another tier, or was lost on these
+        return f"nothing is only on this node; {', '.join(waiting)} still lacks what another tier holds"
     if not found.cache.dirty_bytes:
         return "nothing: all committed data is verified on every required tier"
     return f"{size_text(found.cache.dirty_bytes)} only on this node, not yet verified on every required tier"

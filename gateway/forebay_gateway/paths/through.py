@@ -74,10 +74,12 @@ class Through:
         """To which tier shards go through now, of runs without a policy of their own; empty where none can take any."""
         return next((tier.name for tier in self._usable(None)), "")
 
-    def refuse_lease(self) -> None:
-        """Raise Unsupported where a shard would go through: the cache has no file to be written by its client."""
-        if self.node.budget.disk.reason and (tier := self.tier()):
-            raise Unsupported(f"the cache's disk fails, and shards go through to {tier!r} by the stream lane alone")
+    def refuse_lease(self, part: PartRef, size: int) -> None:
+        """Raise Unsupported where a shard would go through: the cache has no file for its client to write; DiskFailed where it
+        could not."""
+        if self.node.budget.disk.reason:
+            (tier, *_) = self._choice(self.node.only_tiers(part.run), size, self.node.config.cache.chunk_size)
+            raise Unsupported(f"the cache's disk fails, and shards go through to {tier.name!r} by the stream lane alone")
 
     def _usable(self, only: tuple[str, ...] | None) -> Iterator[MonitoredTier]:
         for tier in self.node.tiers.values():
@@ -85,11 +87,9 @@ class Through:
             if tier.required and tier.usable and not tier.held and kind != "memory" and (only is None or tier.name in only):
                 yield tier
 
-    def _choice(self, session_id: int, part: PartRef, size: int | None, chunk_size: int) -> list[MonitoredTier]:
-        """The tiers that can take the shard now, the first one first. Raises DiskFailed that says why none can."""
-        with self.node.catalog.read() as txn:
-            session = txn.session(session_id)
-        only = self.node.only_tiers(part.run) if session is None else self.node.restriction_of(session)
+    def _choice(self, only: tuple[str, ...] | None, size: int | None, chunk_size: int) -> list[MonitoredTier]:
+        """Of the tiers that a policy names (None: all) those that can take the shard now, the first one first. Raises
+        DiskFailed that says why none can."""
         usable = list(self._usable(only))
         found = [tier for tier in usable if takes_stream(self._configs[tier.name], tier.tier, size, chunk_size)]
         if found:
@@ -140,7 +140,10 @@ class Through:
         """On the first tier that takes it. Raises DiskFailed, or Unavailable of the last one."""
         key = ShardKey(session_id, self.node.catalog.new_id())
         last: ForebayError | None = None
-        for tier in self._choice(session_id, part, size, chunk_size):
+        with self.node.catalog.read() as txn:
+            session = txn.session(session_id)
+        only = self.node.only_tiers(part.run) if session is None else self.node.restriction_of(session)
+        for tier in self._choice(only, size, chunk_size):
             self._check_its_turn(session_id, name, tier)
             passage = Passage(self, tier, key, part, name, size, chunk_size, index)
             try:

@@ -50,7 +50,6 @@ class Paths:
 
     write: WritePath
     small: SmallPath
-    through: Through
     commit: CommitPath
     find: Finder
     read: ReadPath
@@ -59,6 +58,7 @@ class Paths:
     retain: Retention
     leases: Leases
     preempt: Preemption
+    through: Through
 
 
 class GatewayService:
@@ -110,8 +110,9 @@ class GatewayService:
         """See gateway.proto."""
         leases = self._paths.leases
         wait_s = _wait_s(request.admit_timeout_s, context)
-        self._paths.through.refuse_lease()
-        lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size, wait_s)
+        part = encode.part_ref(request.part)
+        self._paths.through.refuse_lease(part, request.size)
+        lease = await leases.open_shard(request.ticket, part, request.name, request.size, wait_s)
         if isinstance(lease, Existing):
             return pb.OpenShardResponse(existing=self._receipt(request.part.run, lease.receipt))
         layout = encode.file_layout(self._node, lease.chunk_size)
