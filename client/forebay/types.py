@@ -10,10 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A writer that a checkpoint lacks. `shards` names what it lacks; empty means its whole part.
-
-    `state` is "absent", or "open" where the writer has begun and not committed.
-    """
+    """A writer that a checkpoint lacks. `shards` names what it lacks; empty means its whole part. `state` is "absent", or
+    "open" where the writer has begun and not committed."""
 
     writer: int
     shards: tuple[str, ...] = ()
@@ -26,8 +24,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One shard is durable at `level`: "cache", or while the cache's disk fails the tier that it went through to. `crc32c` is
-    that of the whole shard; `transient` as in CommitReceipt."""
+    """One shard is durable at `level`, "cache" or a tier (see CommitReceipt); `crc32c` is that of the whole shard."""
 
     name: str
     size: int
@@ -51,8 +48,7 @@ class Pressure:
     """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1).
 
     `writers_bytes_per_s` is what all writers of the gateway together are slowed to, None where they are not; `waiting` how many
-    requests wait for space. `through` is the tier that new shards go through to since the cache's disk fails, "" where they go
-    into the cache.
+    requests wait for space; `through` the tier that new shards go through to while the cache's disk fails, "" for none.
     """
 
     level: str
@@ -94,12 +90,10 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class CommitReceipt:
-    """A writer's part is promised at `level`: "cache"; while the cache's disk fails the tier that its shards went through to;
-    "cache+pfs" where that began or ended meanwhile.
+    """A writer's part is promised at `level`: "cache", or the tiers of `through`, or both ("cache+pfs").
 
     `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
-    stays in the cache and is never drained; `through` names the tiers that shards of it went through to, which are not in the
-    cache, "" for none.
+    stays in the cache and is never drained; `through` that shards went past the failing cache to these tiers, "" for none.
     """
 
     level: str
@@ -279,7 +273,6 @@ class RetentionStatus:
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
     """A checkpoint that waits for a tier. `id` is what hold, release, retry and prioritise take.
-
     `state` is "going", "waiting", "held", "deferred" (by its cadence) or "paused" (to be tried again, or waiting for others),
     `why` says it in a clause; `prio` is its place among those that were prioritised, 0 for none.
     """

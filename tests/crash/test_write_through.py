@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from crash.kit import LARGE, MIDDLE, NODE, RUN, SESSION, SMALL, Bench, Job, until
+from crash.kit import LARGE, MIDDLE, NODE, RUN, SESSION, SMALL, Bench, Job, content, until
 from forebay import ForebayError, Unavailable
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 
@@ -71,12 +71,23 @@ def test_what_went_through_is_everywhere_once_the_disk_works_again(bench: Bench,
         assert found is not None and found.complete
         bench.compare(client, 1)
         bench.compare(client, 1, first)
+    save_unsized(bench, 2)
     text = bench.gateway.cli("status").stdout
     assert f"write-through to {first}: the cache's disk fails" in text, text
     assert bench.gateway.status()["pressure"]["through"] == first
     assert bench.gateway.terminate() == 0
     bench.gateway.start()
-    bench.check_settled({1})
+    bench.check_settled({1, 2})
+
+
+def save_unsized(bench: Bench, step: int) -> None:
+    """A shard whose size nobody knows before its end: in an object store three parts."""
+    body = content((step, "unsized"), (12 << 20) + 77)
+    pieces = (body[at : at + 300_001] for at in range(0, len(body), 300_001))
+    with bench.client() as client, client.checkpoint(RUN, step, session=SESSION) as part:
+        receipt = part.put("unsized", pieces)
+        bench.log.acknowledged[step, "unsized"] = (receipt.size, receipt.crc32c)
+        bench.commit(part)
 
 
 @pytest.mark.parametrize("kill", KILLS)

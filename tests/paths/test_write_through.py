@@ -17,9 +17,10 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.build import Gateway
 from forebay_gateway.cache.incoming import IncomingFile
 from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.core.errors import Corrupt, DiskFailed
+from forebay_gateway.core.errors import Corrupt, DiskFailed, PermissionDenied
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.paths import through
+from forebay_gateway.paths.wholeness import past_the_cache
 from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_wire import frames
 from forebay_wire.checksums import crc32c
@@ -125,7 +126,7 @@ async def test_a_checkpoint_goes_through_and_reaches_every_tier_once_the_disk_wo
         assert (done.level, done.through, done.checkpoint_complete) == ("pfs", "pfs", True)
         assert list((tmp_path / "cache-a" / "data").rglob("*.shard")) == []
         assert gateway.node.budget.used == gateway.node.budget.reserved == 0
-        await client.wait(RUN, 1, "cache", timeout=10)
+        assert "pfs" in gateway.node.tiers and (await client.pressure()).through == "pfs"
         await client.wait(RUN, 1, "pfs", timeout=30)
         await restored(client, 1)
         with pytest.raises(forebay.DeadlineExceeded):
@@ -182,6 +183,23 @@ async def test_what_was_put_before_is_acknowledged_again_with_the_level_where_it
         check_settled(gateway)
 
 
+async def test_who_waits_for_the_cache_hears_that_it_is_not_there(tmp_path: Path, roots: tuple[Path, Path], disk: Disk) -> None:
+    async with failing(tmp_path, tier(roots[0])) as (gateway, client):
+        async with client.checkpoint(RUN, 1, 2, 0, session="s") as part:  # the other writer is not there yet
+            await part.put("x", SHARDS["one"])
+            await part.commit()
+        async with client.checkpoint(RUN, 1, 2, 1, session="s") as part:
+            await part.put("y", SHARDS["one"])
+            with gateway.node.catalog.read() as txn:
+                session = txn.find_session(RUN, 1, "s")
+                assert session is not None and "2 of 2 files went through" in past_the_cache(txn, session)
+            await part.commit()
+        reached = await client.wait(RUN, 1, "cache", timeout=30)
+        assert reached.reached
+        (level,) = (level for level in (await client.describe(RUN, 1)).levels if level.level == "cache")
+        assert level.state == "evicted" and level.bytes_done == 0
+
+
 async def test_two_writers_make_one_checkpoint(tmp_path: Path, roots: tuple[Path, Path], disk: Disk) -> None:
     async with failing(tmp_path, tier(roots[0])) as (_, client):
         for writer in range(2):
@@ -211,6 +229,29 @@ async def test_an_aborted_part_leaves_nothing_on_the_tier(tmp_path: Path, roots:
         assert done.level == "pfs"
         await client.wait(RUN, 1, "pfs", timeout=30)
         await restored(client, 1)
+
+
+async def test_a_tier_that_lets_nothing_be_deleted_takes_shards_all_the_same(
+    tmp_path: Path, roots: tuple[Path, Path], disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def delete(*given: object) -> None:
+        raise PermissionDenied("no right to delete")
+
+    monkeypatch.setattr(PosixTier, "delete", delete)
+    async with failing(tmp_path, tier(roots[0])) as (gateway, client):
+        part = client.checkpoint(RUN, 1, session="s")
+        await part.put("a", SHARDS["one"])
+        await part.abort()
+        await until(lambda: not notes(gateway))
+        assert gateway.node.tiers["pfs"].usable and list(on(roots[0]).values()) == [SHARDS["one"]]
+        await part_of(client, 2)
+
+
+async def part_of(client: forebay.AsyncClient, step: int) -> None:
+    """One more that goes through."""
+    async with client.checkpoint(RUN, step, session="s") as part:
+        assert (await part.put("a", SHARDS["one"])).level == "pfs"
+        await part.commit(wait="pfs", timeout=30)
 
 
 async def test_a_damaged_chunk_is_refused_and_nothing_stays(tmp_path: Path, roots: tuple[Path, Path], disk: Disk) -> None:

@@ -254,7 +254,8 @@ def wait(
             done_bytes = seen.bytes_done
 
         reached = gateway.wait(run, step, level, timeout, progress)
-    print_json(reached) if json else say(f"{run}/{step} is complete at {level}, {size_text(reached.bytes_total)}")
+    note = f"; {reached.reason}" if reached.reason else ""
+    print_json(reached) if json else say(f"{run}/{step} is complete at {level}, {size_text(reached.bytes_total)}{note}")
     return 0
 
 

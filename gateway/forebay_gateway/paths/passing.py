@@ -19,7 +19,15 @@ import msgspec
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row
 from forebay_gateway.catalog.landing import land
-from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    Corrupt,
+    ForebayError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    Unsupported,
+)
 from forebay_gateway.core.layout import manifest_key, part_key, shard_key
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState, ShardState
@@ -139,14 +147,20 @@ class Tidier:
             self._may_have.discard(tier.name)
             try:
                 for name, value in self._noted(tier.name):
-                    if name.startswith(PASSING):
-                        await self._end_passing(tier, _passing.decode(value))
-                    else:
-                        await self._end_leaving(tier, _leaving.decode(value))
+                    await self._end(tier, name, value)
                     await self.forget(name)
             except BaseException:
                 self._may_have.add(tier.name)
                 raise
+
+    async def _end(self, tier: MonitoredTier, name: str, value: bytes) -> None:
+        try:
+            if name.startswith(PASSING):
+                await self._end_passing(tier, _passing.decode(value))
+            else:
+                await self._end_leaving(tier, _leaving.decode(value))
+        except (PermissionDenied, Unsupported) as error:  # the tier takes shards all the same
+            log.info("something that is no shard stays on a tier tier=%s note=%s reason=%s", tier.name, name, error)
 
     def _noted(self, tier: str) -> list[tuple[str, bytes]]:
         kinds = tuple(f"{kind}:{tier}:" for kind in (PASSING, LEAVING))
