@@ -237,8 +237,8 @@ async def test_a_tier_that_lets_nothing_be_deleted_takes_shards_all_the_same(
     async def delete(*given: object) -> None:
         raise PermissionDenied("no right to delete")
 
-    monkeypatch.setattr(PosixTier, "delete", delete)
     async with failing(tmp_path, tier(roots[0])) as (gateway, client):
+        monkeypatch.setattr(PosixTier, "delete", delete)
         part = client.checkpoint(RUN, 1, session="s")
         await part.put("a", SHARDS["one"])
         await part.abort()
