@@ -73,7 +73,7 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
     saved = json.loads(call("save", str(directory), *words))
     keys = {"run", "step", "session", "writer", "shards", "size", "level", "checkpoint_complete", "elapsed_s"}
-    assert set(saved) == keys | {"transient"}
+    assert set(saved) == keys | {"transient", "through"}
     assert (saved["shards"], saved["level"]) == (2, "pfs")
     assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
     assert "t/r" in call("ls")

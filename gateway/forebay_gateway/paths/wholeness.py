@@ -37,9 +37,10 @@ def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
 
 
 def past_the_cache(txn: ReadTxn, session: SessionRow) -> str:
-    """What of a session that is complete on no tier yet is not in this node's cache, in one clause; empty where nothing is."""
+    """What of a session that has not yet been complete on any tier is not in this node's cache, in one clause; else empty."""
     sums = txn.session_sums(session.id)
-    if session.reason or sums.cached == sums.shards or PublishState.COMPLETE in session.publish.values():
+    was_complete = set(session.publish.values()) - {PublishState.PENDING, PublishState.SKIPPED}
+    if session.reason or sums.cached == sums.shards or was_complete:
         return ""
     went = f"{sums.shards - sums.cached} of {sums.shards} files went through to a tier"
     return f"{went} while the cache's disk failed, and are not in the cache"
