@@ -193,6 +193,7 @@ class Client:
             checkpoint_complete=receipt.checkpoint_complete,
             elapsed_s=time.monotonic() - started_s,
             transient=receipt.transient,
+            through=receipt.through,
         )
 
     # Looking

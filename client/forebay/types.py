@@ -10,10 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A writer that a checkpoint lacks. `shards` names what it lacks; empty means its whole part.
-
-    `state` is "absent", or "open" where the writer has begun and not committed.
-    """
+    """A writer that a checkpoint lacks. `shards` names what it lacks; empty means its whole part. `state` is "absent", or
+    "open" where the writer has begun and not committed."""
 
     writer: int
     shards: tuple[str, ...] = ()
@@ -26,7 +24,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One shard is durable at `level` ("cache"); `crc32c` is that of the whole shard; `transient` as in CommitReceipt."""
+    """One shard is durable at `level`, "cache" or a tier (see CommitReceipt); `crc32c` is that of the whole shard."""
 
     name: str
     size: int
@@ -50,7 +48,7 @@ class Pressure:
     """How full the cache is: `level` is "ok", "soft", "hard" or "refusing", `fill` a share of capacity (0 to 1).
 
     `writers_bytes_per_s` is what all writers of the gateway together are slowed to, None where they are not; `waiting` how many
-    requests wait for space.
+    requests wait for space; `through` the tier that new shards go through to while the cache's disk fails, "" for none.
     """
 
     level: str
@@ -60,6 +58,7 @@ class Pressure:
     retry_after_s: float | None = None
     writers_bytes_per_s: float | None = None
     waiting: int = 0
+    through: str = ""
 
     def sustainable_interval_s(self, size: int) -> float | None:
         """The shortest interval between saves of `size` bytes on this node that every tier which is draining now carries at the
@@ -91,10 +90,10 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class CommitReceipt:
-    """A writer's part is promised at `level`.
+    """A writer's part is promised at `level`: "cache", or the tiers of `through`, or both ("cache+pfs").
 
     `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
-    stays in the cache and is never drained.
+    stays in the cache and is never drained; `through` that shards went past the failing cache to these tiers, "" for none.
     """
 
     level: str
@@ -103,6 +102,7 @@ class CommitReceipt:
     pressure: Pressure
     shard_count: int
     size: int
+    through: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class SaveSummary:
-    """What save_dir did: `level` was reached; `checkpoint_complete` and `transient` as in CommitReceipt."""
+    """What save_dir did: `level` was reached; `checkpoint_complete`, `transient` and `through` as in CommitReceipt."""
 
     run: str
     step: int
@@ -224,6 +224,7 @@ class SaveSummary:
     checkpoint_complete: bool
     elapsed_s: float
     transient: bool = False
+    through: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,6 @@ class RetentionStatus:
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
     """A checkpoint that waits for a tier. `id` is what hold, release, retry and prioritise take.
-
     `state` is "going", "waiting", "held", "deferred" (by its cadence) or "paused" (to be tried again, or waiting for others),
     `why` says it in a clause; `prio` is its place among those that were prioritised, 0 for none.
     """

@@ -94,7 +94,7 @@ class CheckpointWriter:
     def put(
         self, name: str, data: Any, *, on_bytes: stream.OnBytes | None = None, background: bool = False
     ) -> Receipt | Pending[Receipt]:
-        """Store one shard; it is durable in the gateway's cache when this returns.
+        """Store one shard; it is durable in the gateway's cache when this returns, or on a tier where the receipt says so.
 
         `data`: bytes-like, numpy array or CPU tensor (contiguous), path, binary file, or iterable of buffers. It must not
         change meanwhile. Data that cannot be read twice is not sent again once it has flowed. `on_bytes` is called with each
@@ -180,7 +180,9 @@ class CheckpointWriter:
         try:
             wait_for(self._connection, self.run, self.step, wait, remaining_s, session=self.session)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"this part is committed in the cache; {error.message}", missing=error.missing) from error
+            raise DeadlineExceeded(
+                f"this part is committed ({receipt.level}); {error.message}", missing=error.missing
+            ) from error
         return dataclasses.replace(receipt, level=wait)
 
     def commit_json(self, metadata_json: str | None, deadline_s: float | None, *, final: bool = False) -> CommitReceipt:
@@ -205,6 +207,7 @@ class CheckpointWriter:
             pressure=record(response.pressure, Pressure),
             shard_count=len(expected),
             size=sum(receipt.size for receipt in expected),
+            through=response.through,
         )
 
     def check_background(self) -> None:

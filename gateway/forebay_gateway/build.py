@@ -6,7 +6,6 @@ Owns the wiring and its order. Does not own signals or exit codes (serve.py).
 import asyncio
 import logging
 import shutil
-import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged, is_damage
 from forebay_gateway.core.config_sections import Config, TierConfig
-from forebay_gateway.core.errors import ForebayError, StartupError
+from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.paths.admit import budget_of, capacity_of, watch_quotas
@@ -60,12 +59,15 @@ from forebay_gateway.paths.removed import Follower
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath
 from forebay_gateway.paths.steady import Step, steady
+from forebay_gateway.paths.through import Through
+from forebay_gateway.paths.unfiled import Filer
 from forebay_gateway.paths.wait import Waiter
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc.admin_service import AdminService
 from forebay_gateway.rpc.care_service import Care, CareService
 from forebay_gateway.rpc.fd_socket import FdSocket
 from forebay_gateway.rpc.gateway_service import GatewayService, Paths
+from forebay_gateway.rpc.listen import SOCKET_MODE, bind, claim_socket, socket_path
 from forebay_gateway.rpc.status import parser
 from forebay_gateway.tiers.base import Capabilities
 from forebay_gateway.tiers.factory import open_tier
@@ -83,7 +85,6 @@ log = logging.getLogger("forebay.gateway")
 SERVICES = ("forebay.v1.Gateway", "forebay.v1.Admin", "forebay.v1.Care")
 BUFFERS_BYTES = 64 << 20  # of chunks on their way to and from the disk
 SETTLE_S_MAX = 10.0
-SOCKET_MODE = 0o660  # to connect is to write: the gateway's own user and its group may, whatever the umask
 RAW_METHODS = frozenset({"PutShard", "ReadShard"})  # messages go through the hot-path codec
 RAW_ANSWERS = RAW_METHODS | {"ReadMany"}
 
@@ -177,7 +178,8 @@ class Gateway:
         self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, queue.first)
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
-        paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption)
+        through = self._through = self._wire_through(writes, small)
+        paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption, through)
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
         changing = [
@@ -200,6 +202,7 @@ class Gateway:
         ]
         for tier in node.tiers.values():
             tier.on_return(mender.retry_now)
+        node.on_disk_return.append(mender.retry_now)
         for worker in changing:
             node.changes.listen(worker.wake)
         for worker in (*changing, *quiet):
@@ -218,6 +221,21 @@ class Gateway:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def _wire_through(self, writes: WritePath, small: SmallPath) -> Through:
+        """The way past the cache, for the time in which its disk fails, and what is to be done after it."""
+        node = self.node
+        through = Through(node, writes)
+        small.divert, node.budget.through = through.put_group, through.tier
+        tidy = self._worker("tidy", through.tidier.step, 60.0)
+        filer = self._worker("file parts", Filer(node).step, 60.0)
+        through.tidier.wake = tidy.wake
+        for tier in node.tiers.values():
+            tier.on_return(tidy.wake)
+        node.on_disk_return.append(filer.wake)
+        for worker in (tidy, filer):
+            self._crew.add(worker)
+        return through
 
     def _wire_shared(self, finder: Finder, retention: Retention) -> tuple[dict[str, Fleet], dict[str, Expiry]]:
         """What nodes that share a tier do together: count each other, and take turns at retention."""
@@ -270,9 +288,9 @@ class Gateway:
         assert self._server is not None
         for address in self.node.config.node.listen:
             if (path := socket_path(address)) is not None:
-                await asyncio.to_thread(_claim_socket, path)
+                await asyncio.to_thread(claim_socket, path)
                 self._hand_out_beside(path)  # first, so that whoever finds the gateway finds it
-            await _bind(self._server, address)
+            await bind(self._server, address)
             if path is not None:
                 self._sockets.append(path)
         if self._metrics is not None:
@@ -478,59 +496,3 @@ def handlers(service: Any, servicer: object) -> grpc.GenericRpcHandler:
             response_serializer=None if method.name in RAW_ANSWERS else response.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, made)
-
-
-async def _bind(server: grpc.aio.Server, address: str) -> None:
-    """Listen on an address, or StartupError that says why not."""
-    if (path := socket_path(address)) is not None:  # claimed by the caller
-        target = f"unix:{path}"
-    else:
-        target = address
-        await asyncio.to_thread(_check_port, address)
-    try:
-        server.add_insecure_port(target)
-    except RuntimeError as error:
-        raise StartupError(
-            f"cannot listen on {address}: it is in use, or this user may not; choose another in node.listen", cause=error
-        ) from error
-    if path is not None:
-        await asyncio.to_thread(path.chmod, SOCKET_MODE)
-
-
-def socket_path(address: str) -> Path | None:
-    """The file of a unix address, None for a TCP one."""
-    if address.startswith("unix:"):
-        return Path("/" + address.removeprefix("unix:").lstrip("/"))
-    return None
-
-
-def _check_port(address: str) -> None:
-    """Raise StartupError where the port cannot be had. gRPC would write a record of its own besides, and not say why."""
-    host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, place in found[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
-                probe.bind(place)
-                probe.listen()
-    except OSError as error:
-        raise StartupError(f"cannot listen on {address}: {error.strerror}; choose another in node.listen") from error
-
-
-def _claim_socket(path: Path) -> None:
-    """Remove a socket that nobody serves any more; refuse one that somebody does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise StartupError(f"{path} is there and is no socket; remove it or choose another node.listen")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as error:
-            raise StartupError(f"cannot use the socket {path}: {error}") from error
-    raise StartupError(f"another gateway serves {path}; stop it or choose another node.listen")

@@ -73,7 +73,7 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     words = ["--run", "t/r", "--step", "5", "--wait", "pfs", "--timeout", "60", "--json"]
     saved = json.loads(call("save", str(directory), *words))
     keys = {"run", "step", "session", "writer", "shards", "size", "level", "checkpoint_complete", "elapsed_s"}
-    assert set(saved) == keys | {"transient"}
+    assert set(saved) == keys | {"transient", "through"}
     assert (saved["shards"], saved["level"]) == (2, "pfs")
     assert json.loads(call("ls", "--json")) == [{"run": "t/r", "checkpoints": 1, "latest_step": 5}]
     assert "t/r" in call("ls")
@@ -235,7 +235,7 @@ def test_save_that_waited_in_vain_says_that_the_cache_has_it(memory: MemoryGatew
         client.hold()
     asked = ["save", str(tmp_path), "--run", "r", "--step", "1", "--wait", "pfs", "--timeout", "1"]
     done = _process(["--address", memory.address, *asked])
-    assert done.returncode == 8 and "committed in the cache" in done.stderr
+    assert done.returncode == 8 and "committed (cache)" in done.stderr
     assert "timeout_s=1.0\n" in done.stderr or "timeout_s=0." in done.stderr
     info = _process(["--address", memory.address, "info", "r", "1"]).stdout
     assert "1 writer, 1 shard," in info

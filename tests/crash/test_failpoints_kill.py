@@ -75,6 +75,18 @@ ELSEWHERE = {
     "repair.document_written": "integration/test_care_interrupts.py",
     "repair.file_marked": "integration/test_care_interrupts.py",
     "write.refused": "crash/test_failpoints_kill.py",
+    **dict.fromkeys(
+        [
+            "cache.try",
+            "through.before_publish",
+            "through.done",
+            "through.left",
+            "through.noted",
+            "through.published",
+            "through.tidied",
+        ],
+        "crash/test_write_through.py",
+    ),
 }
 CHAIN = every([f"{name}=1" for name in failpoints() if name not in {*LEFT, *ELSEWHERE}] + LATER, 14)
 LINKS = 10  # of one chain: they share one gateway's disk

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay_gateway.core.errors import StartupError
+from forebay_gateway.cache.layout import CacheDir
+from forebay_gateway.core.errors import DiskFailed, StartupError
 from paths.kit import client_of, serving, tier, until
 
 Figures = dict[tuple[str, ...], float]
@@ -70,6 +71,24 @@ async def test_figures_follow_the_gateway(tmp_path: Path) -> None:
             await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/", timeout=10)
     with pytest.raises(urllib.error.URLError):  # the port goes with the gateway
         await scraped(port)
+
+
+async def test_write_through_names_its_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(cache: CacheDir) -> None:
+        raise DiskFailed("cannot write")
+
+    monkeypatch.setattr(CacheDir, "try_writing", fail)  # so that it does not work again by itself
+    (tmp_path / "pfs").mkdir()
+    port = free_port()
+    metrics = f'[metrics]\nlisten = "127.0.0.1:{port}"\n'
+    async with serving(tmp_path, tier(tmp_path / "pfs"), metrics) as gateway:
+        await until(lambda: gateway.node.tiers["pfs"].state.value == "ok")
+        assert (await scraped(port))["forebay_write_through", "pfs"] == 0
+        for _ in range(3):
+            gateway.node.budget.disk.failed("cannot write")
+        failing = await scraped(port)
+        assert failing["forebay_write_through", "pfs"] == failing["forebay_pressure", "hard"] == 1
+        assert failing["forebay_alarms", "critical"] == 1
 
 
 async def test_an_address_that_is_taken_refuses_the_start(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def save(
 ) -> int:
     """Save a directory as a checkpoint, or as one writer's part of it.
 
-    JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s, transient.
+    JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s, transient,
+    through (the tier that shards went through to since the cache's disk fails; "" for none).
     """
     left = f"unless it was committed already, nothing of it stays; `forebay info {run} {step}` tells"
     with on_interrupt(left), client() as gateway:
@@ -117,6 +118,8 @@ def _say_saved(done: SaveSummary) -> None:
     what = f"{count_text(done.shards, 'shard')}, {size_text(done.size)}"
     say(f"saved {done.run}/{done.step}: {what}, durable at {done.level}, {complete}")
     say(f"session {done.session}, writer {done.writer}, {_pace(done.size, done.elapsed_s)}")
+    if done.through:
+        say(f"written through to {done.through}: the cache's disk fails, so the bytes are not in the cache")
     if done.transient:
         say("transient: by policy it stays in the cache, goes to no tier, and is the first to be dropped")
 

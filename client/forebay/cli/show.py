@@ -218,6 +218,9 @@ def _pace(tier: TierStatus) -> str:
 
 
 def _at_risk(found: Status) -> str:
+    waiting = [tier.name for tier in found.tiers if tier.required and tier.pending_copies]
+    if waiting and not found.cache.dirty_bytes:  # what went through to another tier, or was lost on these
+        return f"nothing is only on this node; {', '.join(waiting)} still lacks what another tier holds"
     if not found.cache.dirty_bytes:
         return "nothing: all committed data is verified on every required tier"
     return f"{size_text(found.cache.dirty_bytes)} only on this node, not yet verified on every required tier"
@@ -268,7 +271,8 @@ def wait(
             done_bytes = seen.bytes_done
 
         reached = gateway.wait(run, step, level, timeout, progress)
-    print_json(reached) if json else say(f"{run}/{step} is complete at {level}, {size_text(reached.bytes_total)}")
+    note = f"; {reached.reason}" if reached.reason else ""
+    print_json(reached) if json else say(f"{run}/{step} is complete at {level}, {size_text(reached.bytes_total)}{note}")
     return 0
 
 
@@ -276,7 +280,8 @@ def pressure(json: Json = False) -> int:
     """Say how full the cache is, and whether to slow down.
 
     JSON keys: level, reason, fill, tiers (tier, pending_bytes, drain_bytes_per_s, eta_s), retry_after_s, writers_bytes_per_s
-    (to which all writers together are slowed; null: they are not), waiting (requests that wait for space).
+    (to which all writers together are slowed; null: they are not), waiting (requests that wait for space), through (the tier
+    that new shards go through to since the cache's disk fails; "": none do).
     """
     with client() as gateway:
         found = gateway.pressure()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forebay.connection import Connection
-from forebay.errors import CacheFull, Corrupt, ForebayError, InvalidArgument, Unavailable
-from forebay.lanes.fd import FULL_ERRNOS, PIECE_BYTES, Lease
+from forebay.errors import CacheFull, Corrupt, ForebayError, InvalidArgument, Unavailable, Unsupported
+from forebay.lanes.fd import FULL_ERRNOS, PIECE_BYTES, Lease, NotOffered
 from forebay.lanes.memory import BLOCK, align
 from forebay.lanes.parallel import Bounce, Workers
 from forebay.lanes.stream import OnBytes, check_chunk_size, check_receipt
@@ -72,7 +72,10 @@ class FdPut:
                 size=size,
                 admit_timeout_s=self._header.admit_timeout_s,
             )
-            opened: pb.OpenShardResponse = lease.call(lambda stubs: stubs.gateway.OpenShard, request)
+            try:
+                opened: pb.OpenShardResponse = lease.call(lambda stubs: stubs.gateway.OpenShard, request)
+            except Unsupported as error:  # the gateway has no file for it now, since its cache's disk fails
+                raise NotOffered(error.message) from error
             if opened.HasField("existing"):
                 return None
             check_chunk_size(opened.layout.chunk_size, doing)

@@ -25,6 +25,7 @@ class Pressure:
     fill: float
     retry_after_s: float | None
     writers_bytes_per_s: float | None = None  # to which all writers together are slowed; None: they are not
+    through: str = ""  # the tier that new shards go through to, since the cache's disk fails
 
 
 class Reservation:
@@ -103,6 +104,7 @@ class Budget:
         self.unwritten = 0  # bytes promised that the disk still calls free
         self.waiting = self.waiting_bytes = 0  # requests in the queue
         self.on_room: Callable[[], None] = lambda: None
+        self.through: Callable[[], str] = lambda: ""  # the tier that can take shards in the cache's place now
 
     @property
     def used(self) -> int:
@@ -205,6 +207,9 @@ class Budget:
         writers = 1.0 / pace if pace else None
         slowed = "; writers are slowed until more of it is safe on its tiers" if pace else ""
         reason = f"cache {fill:.0%} full"
+        if self.disk.reason and (tier := self.through()):
+            reason = f"write-through to {tier}: {self.disk.reason}"
+            return Pressure("hard", reason, fill, None, writers, tier)
         if self.disk.reason or self.disk_reason:
             return Pressure("refusing", self.disk.reason or self.disk_reason, fill, self._retry_after_s(0), writers)
         if self._refusing:

@@ -141,6 +141,7 @@ class CacheDir:
     def try_writing(self) -> None:
         """Write and sync a little, and remove it again. Blocking. Raises DiskFull, DiskFailed, Unavailable."""
         with disk_errors("write", self.path):
+            failpoints.hit("cache.try")
             durable.write_temp(self.path / INCOMING, bytes(BLOCK), "try").unlink()
 
     def release(self) -> None:

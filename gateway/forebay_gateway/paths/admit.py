@@ -18,7 +18,7 @@ from forebay_gateway.admission.waiting import WaitingRoom
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import MIB, Config
-from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, ForebayError, InvalidArgument, StartupError
+from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument, StartupError
 from forebay_gateway.core.quantities import format_size
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
@@ -64,9 +64,9 @@ class Admitter:
         reservation.unwritten(size)
         return reservation
 
-    def refused(self, error: CacheFull, run: str, step: int, session: str, size: int) -> ForebayError:
+    def refused(self, error: CacheFull, run: str, step: int, session: str, size: int) -> CacheFull:
         """What a writer of that session is told. Its shards make room only once the whole checkpoint is complete on its tiers:
-        where what this node holds of it leaves no room for the next one, no waiting helps."""
+        where what this node holds of it leaves no room for the next one, waiting alone does not help."""
         if type(error) is not CacheFull:  # a full disk has words of its own
             return error
         with self._node.catalog.read() as txn:
@@ -76,13 +76,16 @@ class Admitter:
         limit = self._node.budget.limit if quota is None else min(quota, self._node.budget.limit)
         if not held or held + size <= limit:
             return error
-        return InvalidArgument(
+        refusal = CacheFull(
             f"the checkpoint's parts on this node do not fit into {'this cache' if quota is None else 'the quota of its run'}, "
             "and none of them makes room before all are on the tiers; use more nodes, or give it more space",
-            held_bytes=held,
-            needs_bytes=size,
+            retry_after_s=error.retry_after_s,
+            **error.details,
+            checkpoint_bytes=held,
             limit_bytes=limit,
         )
+        refusal.waited_s = error.waited_s
+        return refusal
 
     async def grow(self, reservation: Reservation, size: int, at_once: int = 0) -> None:
         """`size` bytes more, for a stream whose length is not known, and `at_once` where so many could ever fit. Verified data

@@ -1,6 +1,7 @@
 """A writer closes its part: what it meant to put is compared with what is durable, then promised.
 
     compare planned with landed -> small packs joined -> part file durable -> catalog: committed, copies pending, synced -> ack
+    where the cache's disk fails: no part file, which the catalog notes; it is written once the disk works again (unfiled.py)
 
 Owns this order, and the end of parts that are aborted or fall silent. The pending copies made here are the drain queue.
 """
@@ -11,6 +12,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -23,6 +25,7 @@ from forebay_gateway.core.schedule_rows import Kind
 from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node, is_undecided
 from forebay_gateway.paths.pages import all_shards, inside, let_go, page_of
+from forebay_gateway.paths.passing import note_leaving
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PackEntry, PartRecord, ShardEntry
@@ -34,6 +37,7 @@ log = logging.getLogger("forebay.commit")
 METADATA_BYTES_MAX = 1 << 20
 METADATA_DEPTH_MAX = 100  # every reader of the manifest recurses
 NAMES_SHOWN = 20
+UNFILED = "unfiled:"  # settings of parts that are committed and have no file yet
 
 
 class Expected(msgspec.Struct, frozen=True, gc=False):
@@ -51,6 +55,12 @@ class Committed:
     session_id: int
     complete_at_cache: bool
     transient: bool = False
+    levels: tuple[str, ...] = ("cache",)  # where its shards are; more than one, where the disk failed or came back meanwhile
+
+    @property
+    def through(self) -> str:
+        """The tiers that shards went through to, which are not in the cache; empty for none."""
+        return "+".join(level for level in self.levels if level != "cache")
 
 
 class CommitPath:
@@ -101,14 +111,15 @@ class CommitPath:
                 if await self._joiner.join(session_id, part):
                     landed = await all_shards(self._node, session_id, part.writer)
                 await self._make_durable(part, session_id, landed, metadata_json, kind)
+            levels = tuple(dict.fromkeys(self._node.level_of(row) for row in landed)) or ("cache",)
             await let_go(there, landed)
         self._writes.forget(session_id, part.writer)
         self._node.changes.tell(session_id)
         with self._node.catalog.read() as txn:
             session = txn.session(session_id)
             if session is None:
-                return Committed(session_id, False)
-            return Committed(session_id, complete_at_cache(txn, session), session.is_transient)
+                return Committed(session_id, False, levels=levels)
+            return Committed(session_id, complete_at_cache(txn, session), session.is_transient, levels)
 
     @contextlib.asynccontextmanager
     async def _turn(self, session_id: int, writer: int) -> AsyncIterator[None]:
@@ -141,9 +152,13 @@ class CommitPath:
                 raise Incomplete("a shard of this part landed or went while it was being committed; commit again")
             now, tiers = where_to(self._node, txn, session_id, only)
             txn.commit_part(session_id, part.writer, metadata_json, tiers, commit_seq, kind=kind, only=now)
+            if disk_fails:
+                txn.set_setting(f"{UNFILED}{session_id:x}-{part.writer:x}", b"")
 
+        disk_fails = bool(self._node.budget.disk.reason)
         try:
-            await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
+            if not disk_fails:
+                await self._node.io.run(self._node.cache.write_part, session_id, part.writer, commit_seq, document)
             failpoints.hit("commit.before_catalog")
             await self._node.catalog.write(act)
         except BaseException:
@@ -183,11 +198,12 @@ class CommitPath:
                 # What a failed commit could not remove would be taken for a commit by the next start.
                 await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
             failpoints.hit("abort.before_catalog")
-            rows = await self._node.catalog.write(lambda txn: txn.drop_part(session_id, writer), frees=True)
+            rows = await self._node.catalog.write(partial(_drop, session_id, writer), frees=True)
         failpoints.hit("abort.before_unlink")
         self._writes.forget(session_id, writer)
         self._node.budget.freed(sum(row.disk_size for row in rows))
-        paths = [self._node.cache.shard_path(row.key) for row in rows]
+        self._node.left_behind()
+        paths = [self._node.cache.shard_path(row.key) for row in rows if row.disk_size]
         await self._node.io.run(self._node.cache.unlink_many, paths)
         await self._node.io.run(self._node.cache.drop_session_dir, session_id)
         self._node.changes.tell()
@@ -207,6 +223,11 @@ class CommitPath:
                     continue  # committed or aborted meanwhile
                 log.info("dropped a silent, uncommitted part session_id=%s writer=%s shards=%s", session_id, writer, count)
         return min(60.0, max(0.5, limit_s / 4))
+
+
+def _drop(session_id: int, writer: int, txn: WriteTxn) -> list[ShardRow]:
+    note_leaving(txn, session_id, writer)
+    return txn.drop_part(session_id, writer)
 
 
 def check_kind(name: str) -> Kind:

@@ -105,6 +105,8 @@ class Health:
             else:
                 log.info("the cache's disk takes writes again")
                 budget.disk.worked()
+                for listener in node.on_disk_return:
+                    listener()
         if node.catalog.no_space:
             with contextlib.suppress(DiskFull):
                 await node.catalog.write(lambda txn: None)  # asks for the space again
@@ -226,6 +228,12 @@ class Health:
     def _cache_alarms(self) -> list[Alarm]:
         pressure = self._node.budget.pressure()
         alarms = []
+        if pressure.through:
+            todo = (
+                f"saves go at the pace of {pressure.through}; see the kernel's log, and replace the disk of cache.path once "
+                "its queue is empty, if it can still be read"
+            )
+            alarms.append(Alarm("critical", f"write-through to {pressure.through}: {self._node.budget.disk.reason}", todo))
         if pressure.level == "refusing":
             todo = "the drain must make room"
             if self._node.budget.disk_reason:

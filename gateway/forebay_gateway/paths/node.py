@@ -18,7 +18,8 @@ from forebay_gateway.catalog import Catalog
 from forebay_gateway.core.config_sections import Config, PolicyConfig
 from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument
 from forebay_gateway.core.policy import policy_of
-from forebay_gateway.core.records import Origin, SessionRow, ShardKey
+from forebay_gateway.core.records import Origin, SessionRow, ShardKey, ShardRow
+from forebay_gateway.core.states import CopyState
 from forebay_gateway.movers.pool import Movers
 from forebay_gateway.paths.marks import MarkKeeper
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -91,6 +92,9 @@ class Node:
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     resting: dict[str, Callable[[int], bool]] = field(default_factory=dict)  # tier: whether a part waits by rule, see order.py
     preemptions: int = 0  # under way: all that can wait waits for them
+    passing: set[str] = field(default_factory=set)  # temporary files and uploads of shards that go through, see through.py
+    left_behind: Callable[[], None] = lambda: None  # something landed on a tier, and no row stands for it any more
+    on_disk_return: list[Callable[[], None]] = field(default_factory=list)  # told when the cache's disk takes writes again
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
 
     async def aside(self, size: int, act: Callable[[], T]) -> T:
@@ -131,6 +135,15 @@ class Node:
         """The same of one session: what held at its first commit, whatever the policy says since. What was found on a tier is
         restricted by nothing."""
         return self.only_tiers(session.run) if is_undecided(session) else session.tiers
+
+    def level_of(self, row: ShardRow) -> str:
+        """Where a shard is that was acknowledged: the cache, else the nearest tier with a proved copy."""
+        if row.is_cached:
+            return "cache"
+        with self.catalog.read() as txn:
+            copies = txn.copies(row.key)
+        on = (name for name in self.tiers if name in copies and copies[name].state is CopyState.VERIFIED)
+        return next(on, "cache")
 
     def usable_tiers(self) -> list[MonitoredTier]:
         """Those that may be asked now, nearest first."""

@@ -298,7 +298,7 @@ class ReadPath:
 
     async def _fetch(self, session: SessionRow, row: ShardRow, item: ShardItem) -> bool:
         sources = await self.tiers_with(session, row.key)
-        if not sources:
+        if not sources or self._node.budget.disk.reason:
             return False
         size = disk_size(item.size, item.chunk_size)
         try:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -65,6 +65,11 @@ class Written:
     index: PackIndex | None = None
 
 
+Divert = Callable[
+    [int, PartRef, Sequence[Sequence[SmallShard]], Sequence[SmallShard], float, contextlib.ExitStack], Coroutine[Any, Any, str]
+]
+
+
 class SmallPath:
     """All requests with small shards."""
 
@@ -72,6 +77,7 @@ class SmallPath:
         self._node = node
         self._writes = writes
         self._packed_from = packed_from
+        self.divert: Divert | None = None  # where they go while the cache's disk fails, see through.py
 
     async def put(self, part: PartRef, shards: Sequence[SmallShard], wait_s: float = 0.0) -> list[Receipt]:
         """All of them durable, or none taken. One catalog transaction for the group. Waits for space up to `wait_s` seconds."""
@@ -82,10 +88,9 @@ class SmallPath:
         with self._node.disk_refusals_shown():
             session_id = await self._writes.open_part(part)
             known = await self._in_pages(self._same_already(session_id, part, shard) for shard in shards)
-            fresh = [shard for shard, same in zip(shards, known, strict=True) if not same]
-            if fresh:
-                await self._put_group(session_id, part, fresh, wait_s)
-        return [Receipt(*shard.facts) for shard in shards]
+            fresh = [shard for shard, level in zip(shards, known, strict=True) if not level]
+            level = await self._put_group(session_id, part, fresh, wait_s) if fresh else ""
+        return [Receipt(*shard.facts, before or level) for shard, before in zip(shards, known, strict=True)]
 
     async def _in_pages(self, looks: Iterator[T]) -> list[T]:
         """All that it gives; a request of many shards must not hold the event loop."""
@@ -102,19 +107,22 @@ class SmallPath:
             raise Corrupt(f"shard {shard.name!r} arrived damaged", crc32c=f"{shard.crc32c:08x}")
         return self._writes.checked_name(part, shard.name)
 
-    def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> bool:
+    def _same_already(self, session_id: int, part: PartRef, shard: SmallShard) -> str:
+        """Where it is since it was put before; empty where it was not."""
         existing = self._writes.existing(session_id, part, shard.name)
         if existing is None:
-            return False
-        Existing(Receipt(existing.name, existing.size, existing.crc32c)).compare(len(shard.data), shard.crc32c)
-        return True
+            return ""
+        return Existing(self._writes.receipt(existing)).compare(len(shard.data), shard.crc32c).level
 
-    async def _put_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard], wait_s: float) -> None:
+    async def _put_group(self, session_id: int, part: PartRef, shards: Sequence[SmallShard], wait_s: float) -> str:
+        """Where they are then."""
         chunk_size = self._node.config.cache.chunk_size
         packs, plain = self._split(session_id, part, shards)
         with contextlib.ExitStack() as stack:
             claim = self._writes.claim
             await self._in_pages(stack.enter_context(claim(session_id, part, shard.name)) for shard in shards)
+            if self.divert is not None and self._node.budget.disk.reason:
+                return await uncut(self.divert(session_id, part, packs, plain, wait_s, stack.pop_all()))
             sizes = [disk_size(len(shard.data), chunk_size) for shard in plain]
             sizes += [disk_size(pack_size(shard.facts for shard in pack), PACK_CHUNK_SIZE) for pack in packs]
             reservation = await self._writes.reserve(sum(sizes), part, wait_s)
@@ -122,6 +130,7 @@ class SmallPath:
             await self._writes.admitter.slow_grant(sum(sizes), part.run)
             # Shielded: a client that goes away must not cut the group between its files and the catalog.
             await uncut(self._write_group(session_id, part, packs, plain, reservation, stack.pop_all()))
+            return "cache"
 
     async def _write_group(
         self,

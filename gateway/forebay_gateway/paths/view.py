@@ -14,7 +14,7 @@ from forebay_gateway.core.errors import MissingPart, NotFound
 from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState, SessionRow
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards, inside_of
-from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, past_the_cache, sessions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
     cache_state = "complete" if sums.cached == sums.shards else "evicted"
     if sums.committed < session.writers:
         cache_state = "incomplete"
-    views = [LevelView("cache", cache_state, sums.cached_size, sums.size)]
+    views = [LevelView("cache", cache_state, sums.cached_size, sums.size, past_the_cache(txn, session))]
     for tier in node.tiers.values():
         state = session.publish.get(tier.name)
         _, _, done, size = txn.session_progress(session.id, tier.name)

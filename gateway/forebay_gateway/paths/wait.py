@@ -12,7 +12,7 @@ from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import required_of
-from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, past_the_cache, sessions_of
 
 LOOK_AGAIN_S = 0.25
 LOOK_S_MIN = 0.02
@@ -141,7 +141,9 @@ def level_progress(txn: ReadTxn, session: SessionRow, level: str) -> Progress:
             complete_at_cache(txn, session) and not missing
         )
         total = txn.session_sums(session.id).committed_size
-        return Progress(reached, total, total, () if reached else missing, "" if reached else describe_missing(missing))
+        # What went through to a tier is safer than in the cache, so the level is reached; that it is not there is said.
+        reason = past_the_cache(txn, session) if reached else describe_missing(missing)
+        return Progress(reached, total, total, () if reached else missing, reason)
     state = session.publish.get(level)
     _, _, done, total = txn.session_progress(session.id, level)
     if state in (PublishState.COMPLETE, PublishState.SUPERSEDED, PublishState.REMOVED):  # it was reached

@@ -6,7 +6,7 @@ Owns these questions, asked of the catalog alone. Does not own what is done abou
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.policy import is_whole
-from forebay_gateway.core.records import CheckpointRow, PartState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
 
 MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
 
@@ -34,6 +34,16 @@ def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether every shard of every writer is in this node's cache."""
     sums = txn.session_sums(session.id)
     return sums.committed >= session.writers and sums.cached == sums.shards
+
+
+def past_the_cache(txn: ReadTxn, session: SessionRow) -> str:
+    """What of a session that has not yet been complete on any tier is not in this node's cache, in one clause; else empty."""
+    sums = txn.session_sums(session.id)
+    was_complete = set(session.publish.values()) - {PublishState.PENDING, PublishState.SKIPPED}
+    if session.reason or sums.cached == sums.shards or was_complete:
+        return ""
+    went = f"{sums.shards - sums.cached} of {sums.shards} files went through to a tier"
+    return f"{went} while the cache's disk failed, and are not in the cache"
 
 
 def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:

@@ -19,15 +19,7 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
 from forebay_gateway.catalog import WriteTxn
-from forebay_gateway.core.errors import (
-    AlreadyExists,
-    CacheFull,
-    Corrupt,
-    ForebayError,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-)
+from forebay_gateway.core.errors import AlreadyExists, CacheFull, Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.core.layout import announce_key, shard_key
 from forebay_gateway.core.records import NamedShard, PartState, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardEvent, ShardState, next_shard_state
@@ -72,11 +64,12 @@ class PartRef:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What is durable now."""
+    """What is durable now, and where."""
 
     name: str
     size: int
     crc32c: int
+    level: str = "cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +133,7 @@ class WritePath:
         self.checked_name(part, name)
         session_id = await self.open_part(part)
         if (existing := self.existing(session_id, part, name)) is not None:
-            return Existing(Receipt(existing.name, existing.size, existing.crc32c))
+            return Existing(self.receipt(existing))
         claim = self.claim(session_id, part, name)
         try:
             chunk_size = self._node.config.cache.chunk_size
@@ -270,6 +263,10 @@ class WritePath:
                 writer=part.writer,
             )
         return row
+
+    def receipt(self, shard: NamedShard) -> Receipt:
+        """Of a shard that was put before."""
+        return Receipt(shard.name, shard.size, shard.crc32c, self._node.level_of(shard.row))
 
     async def reserve(self, size: int, part: PartRef, wait_s: float = 0.0) -> Reservation:
         """Space for a writer's bytes. See Admitter.reserve."""

@@ -22,8 +22,8 @@ def part_ref(message: pb.PartRef) -> PartRef:
 
 
 def receipt(value: Receipt, transient: bool) -> pb.Receipt:
-    """What is durable in the cache, and whether by policy it stays there."""
-    return pb.Receipt(name=value.name, size=value.size, crc32c=value.crc32c, level="cache", transient=transient)
+    """What is durable and where, and whether by policy it stays in the cache."""
+    return pb.Receipt(name=value.name, size=value.size, crc32c=value.crc32c, level=value.level, transient=transient)
 
 
 def missing(parts: Iterable[MissingPart]) -> list[pb.Missing]:
@@ -117,7 +117,7 @@ def preempted(outcome: Outcome) -> pb.Preempted:
 def pressure(node: Node) -> pb.Pressure:
     """How full the cache is, and what the tiers still have to take."""
     now: Pressure = node.budget.pressure()
-    message = pb.Pressure(level=now.level, reason=now.reason, fill=now.fill, waiting=node.budget.waiting)
+    message = pb.Pressure(level=now.level, reason=now.reason, fill=now.fill, waiting=node.budget.waiting, through=now.through)
     if now.retry_after_s is not None:
         message.retry_after_s = now.retry_after_s
     if now.writers_bytes_per_s is not None:

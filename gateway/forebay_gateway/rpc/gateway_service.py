@@ -23,6 +23,7 @@ from forebay_gateway.paths.preempt import Preemption
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath, SmallShard, check_group
+from forebay_gateway.paths.through import Passage, Through
 from forebay_gateway.paths.view import CheckpointView, listed, view
 from forebay_gateway.paths.wait import Progress, Waiter
 from forebay_gateway.paths.wholeness import has_all_parts, is_complete
@@ -57,6 +58,7 @@ class Paths:
     retain: Retention
     leases: Leases
     preempt: Preemption
+    through: Through
 
 
 class GatewayService:
@@ -74,7 +76,7 @@ class GatewayService:
     @streams
     async def PutShard(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
         """See gateway.proto. Messages are raw: the next one is read only once there is credit for it."""
-        incoming: Incoming | Existing | None = None
+        incoming: Incoming | Passage | Existing | None = None
         deadline_s = self._node.config.node.stream_timeout
         try:
             header = await _next_frame(requests, deadline_s)
@@ -82,7 +84,8 @@ class GatewayService:
                 raise InvalidArgument("a PutShard stream begins with a header")
             size = header.size if header.HasField("size") else None
             wait_s = _wait_s(header.admit_timeout_s, context)
-            incoming = await self._paths.write.begin(encode.part_ref(header.part), header.name, size, wait_s)
+            path = self._paths.through if self._node.budget.disk.reason else self._paths.write
+            incoming = await path.begin(encode.part_ref(header.part), header.name, size, wait_s)
             accepted = pb.Accepted(chunk_size=self._node.config.cache.chunk_size, window=WINDOW)
             if isinstance(incoming, Existing):
                 accepted.existing.CopyFrom(self._receipt(header.part.run, incoming.receipt))
@@ -107,7 +110,9 @@ class GatewayService:
         """See gateway.proto."""
         leases = self._paths.leases
         wait_s = _wait_s(request.admit_timeout_s, context)
-        lease = await leases.open_shard(request.ticket, encode.part_ref(request.part), request.name, request.size, wait_s)
+        part = encode.part_ref(request.part)
+        self._paths.through.refuse_lease(part, request.size)
+        lease = await leases.open_shard(request.ticket, part, request.name, request.size, wait_s)
         if isinstance(lease, Existing):
             return pb.OpenShardResponse(existing=self._receipt(request.part.run, lease.receipt))
         layout = encode.file_layout(self._node, lease.chunk_size)
@@ -168,7 +173,8 @@ class GatewayService:
         done = await self._paths.commit.commit(part, expected, metadata_json, kind)
         await let_go(expected)
         return pb.CommitPartResponse(
-            level="cache",
+            level="+".join(done.levels),
+            through=done.through,
             checkpoint_complete=done.complete_at_cache,
             transient=done.transient,
             pressure=self._pressure.now(),

@@ -45,6 +45,10 @@ def figures(status: pb.Status, disk_full: bool, open_uploads: int) -> Iterable[M
     for level in LEVELS:
         pressure.add_metric([level], level == status.pressure.level)
     yield pressure
+    through = GaugeMetricFamily("forebay_write_through", "1 while shards go past the cache to the tier.", labels=["tier"])
+    for tier in status.tiers:
+        through.add_metric([tier.name], tier.name == status.pressure.through)
+    yield through
     checkpoints = GaugeMetricFamily("forebay_checkpoints", "Checkpoints known here.", labels=["state"])
     checkpoints.add_metric(["complete"], status.checkpoints_complete)
     checkpoints.add_metric(["incomplete"], status.checkpoints_incomplete)

@@ -8,14 +8,18 @@ from pathlib import Path
 
 from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.core.config_sections import TierConfig
-from forebay_gateway.core.errors import InvalidArgument
+from forebay_gateway.core.errors import InvalidArgument, Unsupported
 from forebay_gateway.core.fleet import share_of
 from forebay_gateway.tiers.base import Tier
 from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.metered import MeteredTier, TierMeter
+from forebay_gateway.tiers.posix.stream import PosixStream
 from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
-from forebay_gateway.tiers.throttled import ThrottledTier
+from forebay_gateway.tiers.s3.parts import part_size
+from forebay_gateway.tiers.stream import ShardStream, StreamOptions
+from forebay_gateway.tiers.throttled import PacedStream, ThrottledTier
+from forebay_gateway.tiers.wrapper import TierWrapper
 
 
 def open_tier(
@@ -68,3 +72,38 @@ def _s3_tier(config: TierConfig, clock: Clock, owner: str) -> Tier:
         concurrency=config.concurrency,
     )
     return S3Tier(config.name, settings, clock=clock, owner=owner)
+
+
+def takes_stream(config: TierConfig, tier: Tier, size: int | None, chunk_size: int) -> bool:
+    """Whether a shard of `size` bytes (None: not known) can be put there while it arrives, in bounded memory."""
+    if config.kind == "posix":
+        return True
+    if config.kind != "s3" or tier.capabilities is None:
+        return False
+    return tier.capabilities.multipart or (size is not None and size <= part_size(size, chunk_size, config.part_size))
+
+
+def open_stream(tier: Tier, key: str, options: StreamOptions) -> ShardStream:
+    """A shard to be put on the tier while it arrives, at the tier's pace; nothing is touched before begin(). Raises
+    Unsupported."""
+    throttles = []
+    while isinstance(tier, TierWrapper):
+        if isinstance(tier, ThrottledTier):
+            throttles.append(tier)
+        tier = tier.inner
+    stream = _bare_stream(tier, key, options)
+    for throttle in throttles:
+        stream = PacedStream(stream, throttle)
+    return stream
+
+
+def _bare_stream(tier: Tier, key: str, options: StreamOptions) -> ShardStream:
+    if isinstance(tier, PosixTier):
+        return PosixStream(tier, key, options)
+    if tier.kind == "s3":
+        from forebay_gateway.tiers.s3.stream import S3Stream
+        from forebay_gateway.tiers.s3.tier import S3Tier
+
+        if isinstance(tier, S3Tier):
+            return S3Stream(tier, key, options)
+    raise Unsupported("the tier takes no shard while it arrives", tier=tier.name, kind=tier.kind)

@@ -4,10 +4,11 @@ Owns waiting. `bandwidth` counts bytes sent to the tier, as a put takes them fro
 pace of the drain. `iops` counts verbs, whatever requests each of them makes.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.tiers.base import Listing, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.stream import Checksums, ShardStream
 from forebay_gateway.tiers.wrapper import TierWrapper, aclose
 
 _PLAIN = PutOptions()
@@ -143,6 +144,28 @@ class ThrottledTier(TierWrapper):
     async def sweep(self, key: str) -> None:
         await self._admit()
         await self.inner.sweep(key)
+
+
+class PacedStream(ShardStream):
+    """A stream to a tier at the tier's pace; its client waits."""
+
+    def __init__(self, inner: ShardStream, tier: ThrottledTier) -> None:
+        self._inner, self._tier = inner, tier
+
+    async def begin(self) -> None:
+        await self._tier._admit()
+        await self._inner.begin()
+
+    async def write(self, crc: int, data: memoryview) -> None:
+        if self._tier._bytes is not None:
+            await self._tier._bytes.take(len(data))
+        await self._inner.write(crc, data)
+
+    async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
+        return await self._inner.finish(proof, publish)
+
+    async def discard(self) -> bool:
+        return await self._inner.discard()
 
 
 def set_bandwidth(tier: Tier, bandwidth: int | None) -> None:

@@ -212,7 +212,7 @@ class Receipt(_message.Message):
     size: _builtins.int
     crc32c: _builtins.int
     level: _builtins.str
-    """what was reached: "cache" """
+    """where it is durable: "cache", or while the cache's disk fails the tier that it went through to"""
     transient: _builtins.bool
     """by policy this run stays in the cache and is never drained"""
     def __init__(
@@ -649,12 +649,17 @@ class CommitPartResponse(_message.Message):
     CHECKPOINT_COMPLETE_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
     PRESSURE_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
     level: _builtins.str
-    """"cache" """
+    """where its shards are durable: "cache", or while the cache's disk fails the tier that they"""
     checkpoint_complete: _builtins.bool
-    """whole checkpoint complete at "cache" """
+    """went through to; both, and '+' between, where some were put before or after that
+    whole checkpoint complete at "cache"
+    """
     transient: _builtins.bool
     """by policy this run stays in the cache and is never drained"""
+    through: _builtins.str
+    """the tiers that shards of it went through to, which are not in the cache; "" for none"""
     @_builtins.property
     def pressure(self) -> Global___Pressure: ...
     def __init__(
@@ -664,10 +669,11 @@ class CommitPartResponse(_message.Message):
         checkpoint_complete: _builtins.bool = ...,
         transient: _builtins.bool = ...,
         pressure: Global___Pressure | None = ...,
+        through: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_complete", b"checkpoint_complete", "level", b"level", "pressure", b"pressure", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_complete", b"checkpoint_complete", "level", b"level", "pressure", b"pressure", "through", b"through", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1518,6 +1524,7 @@ class Pressure(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     WRITERS_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
     level: _builtins.str
     """"ok", "soft", "hard", "refusing" """
     reason: _builtins.str
@@ -1528,6 +1535,8 @@ class Pressure(_message.Message):
     """to which all writers of this gateway together are slowed; absent: they are not"""
     waiting: _builtins.int
     """requests that wait for space"""
+    through: _builtins.str
+    """the tier that new shards go through to, since the cache's disk fails; "": none do"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBacklog]: ...
     def __init__(
@@ -1540,10 +1549,11 @@ class Pressure(_message.Message):
         retry_after_s: _builtins.float | None = ...,
         writers_bytes_per_s: _builtins.float | None = ...,
         waiting: _builtins.int = ...,
+        through: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "_writers_bytes_per_s", b"_writers_bytes_per_s", "retry_after_s", b"retry_after_s", "writers_bytes_per_s", b"writers_bytes_per_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "_writers_bytes_per_s", b"_writers_bytes_per_s", "fill", b"fill", "level", b"level", "reason", b"reason", "retry_after_s", b"retry_after_s", "tiers", b"tiers", "waiting", b"waiting", "writers_bytes_per_s", b"writers_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "_writers_bytes_per_s", b"_writers_bytes_per_s", "fill", b"fill", "level", b"level", "reason", b"reason", "retry_after_s", b"retry_after_s", "through", b"through", "tiers", b"tiers", "waiting", b"waiting", "writers_bytes_per_s", b"writers_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
     _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015

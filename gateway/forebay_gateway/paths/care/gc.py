@@ -147,6 +147,7 @@ class Collector:
                 and (copy := txn.copy(row.key, tier.name)) is not None
                 and copy.state is CopyState.WRITING
             }
+            under_way |= self._node.passing
             whole = [session_dir(each.run, each.step, each.session) for each in sessions if _all_here(txn, each)]
         found = []
         for item in left:

@@ -1,0 +1,248 @@
+"""What a shard that goes through to a tier leaves on record: neither a kill nor a tier that goes away leaves anything there.
+
+    a temporary file or upload is about to be begun -> noted -> it is whole, and about to get its name: noted with its checksums
+    -> landed: a row with its copy, and the note gone, in one transaction
+    a part that is dropped -> each of its landed objects noted with its version -> deleted, where it is still that version
+
+Owns these notes (settings of the catalog) and their end: what an earlier process noted, or could not end because its tier was
+away. Does not own the way itself (through.py). An object goes only where it is the very one that was put here, nothing in the
+catalog has its name, and neither a part record nor a manifest on the tier vouches for it: its writer may have gone on through
+another gateway.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row
+from forebay_gateway.catalog.landing import land
+from forebay_gateway.core.errors import (
+    AlreadyExists,
+    Corrupt,
+    ForebayError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    Unsupported,
+)
+from forebay_gateway.core.layout import manifest_key, part_key, shard_key
+from forebay_gateway.core.records import ShardKey
+from forebay_gateway.core.states import CopyState, ShardState
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.write import PartRef, WritePath
+from forebay_gateway.tiers.base import ObjectInfo
+from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_gateway.tiers.stream import Checksums
+from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, unpack_chunk_crcs
+from forebay_wire.packs import PackIndex
+
+log = logging.getLogger("forebay.through")
+
+AGAIN_S = 5.0
+PASSING, LEAVING = "passing", "leaving"
+
+
+class Passing(msgspec.Struct, frozen=True):
+    """A shard on its way to a tier. `whole`: it may have its name there, and these are its checksums."""
+
+    session_id: int
+    shard_id: int
+    writer: int
+    name: str
+    key: str
+    upload_id: str = ""
+    whole: bool = False
+    size: int = 0
+    chunk_size: int = 0
+    crc32c: int = 0
+    chunks: bytes = b""
+    index: bytes = b""
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """An object that no row stands for any more, and which version of it was put here."""
+
+    run: str
+    step: int
+    session: str
+    writer: int
+    name: str
+    version: str
+
+
+_passing = msgspec.msgpack.Decoder(Passing)
+_leaving = msgspec.msgpack.Decoder(Leaving)
+
+
+def note_name(kind: str, tier: str, key: ShardKey) -> str:
+    """Under which setting a note is kept."""
+    return f"{kind}:{tier}:{key.session_id:x}-{key.shard_id:x}"
+
+
+def version_of(info: ObjectInfo) -> str:
+    """Which version of an object: of an equal one that was put again, the time is another."""
+    return f"{info.tag} {info.modified_s}"
+
+
+def note_passing(txn: WriteTxn, tier: str, passing: Passing) -> None:
+    """Remember it, in the place of what was noted of this shard before."""
+    name = note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id))
+    txn.set_setting(name, msgspec.msgpack.encode(passing))
+
+
+def landed(txn: WriteTxn, tier: str, passing: Passing, tag: str) -> None:
+    """It is a shard of its part, and the note goes. Raises as land()."""
+    key = ShardKey(passing.session_id, passing.shard_id)
+    entry = ShardEntry(passing.name, passing.size, passing.crc32c, passing.chunk_size, passing.chunks)
+    index = PackIndex(passing.index) if passing.index else None
+    land(txn, evicted_row(key, passing.writer, entry, index), passing.chunks, index, tier, tag)
+    txn.set_setting(note_name(PASSING, tier, key), None)
+
+
+def note_leaving(txn: WriteTxn, session_id: int, writer: int) -> None:
+    """Of an open part that is about to be dropped: what of it landed on a tier is to be deleted there."""
+    if (session := txn.session(session_id)) is None:
+        return
+    for row in list(txn.shards(session_id, writer)):
+        if row.state is not ShardState.EVICTED:
+            continue
+        for tier, copy in txn.copies(row.key).items():
+            if copy.state is CopyState.VERIFIED and copy.tag:
+                gone = Leaving(session.run, session.step, session.session, row.writer, row.name, copy.tag)
+                txn.set_setting(note_name(LEAVING, tier, row.key), msgspec.msgpack.encode(gone))
+
+
+def take_back(txn: WriteTxn, tier: str, passing: Passing, part: PartRef, version: str) -> None:
+    """It has its name on the tier, and is no shard: to be deleted there."""
+    key = ShardKey(passing.session_id, passing.shard_id)
+    gone = Leaving(part.run, part.step, part.session, part.writer, passing.name, version)
+    txn.set_setting(note_name(PASSING, tier, key), None)
+    txn.set_setting(note_name(LEAVING, tier, key), msgspec.msgpack.encode(gone))
+
+
+class Tidier:
+    """Ends what is noted. One a gateway."""
+
+    def __init__(self, node: Node, writes: WritePath) -> None:
+        self._node, self._writes = node, writes
+        self.under_way: set[str] = set()  # notes of shards that are on their way now
+        self.wake: Callable[[], None] = lambda: None  # the worker that calls step()
+        self._turns = {name: asyncio.Lock() for name in node.tiers}
+        self._may_have = set(node.tiers)  # tiers of which something may be noted that is to be ended
+        node.left_behind = self.left
+
+    def left(self) -> None:
+        """Something was noted that is to be ended."""
+        self._may_have.update(self._turns)
+        self.wake()
+
+    async def tidy(self, tier: MonitoredTier) -> None:
+        """End all that is noted of the tier and not under way. Raises what the tier says."""
+        async with self._turns[tier.name]:
+            if tier.name not in self._may_have:
+                return
+            self._may_have.discard(tier.name)
+            try:
+                for name, value in self._noted(tier.name):
+                    await self._end(tier, name, value)
+                    await self.forget(name)
+            except BaseException:
+                self._may_have.add(tier.name)
+                raise
+
+    async def _end(self, tier: MonitoredTier, name: str, value: bytes) -> None:
+        try:
+            if name.startswith(PASSING):
+                await self._end_passing(tier, _passing.decode(value))
+            else:
+                await self._end_leaving(tier, _leaving.decode(value))
+        except (PermissionDenied, Unsupported) as error:  # the tier takes shards all the same
+            log.info("something that is no shard stays on a tier tier=%s note=%s reason=%s", tier.name, name, error)
+
+    def _noted(self, tier: str) -> list[tuple[str, bytes]]:
+        kinds = tuple(f"{kind}:{tier}:" for kind in (PASSING, LEAVING))
+        with self._node.catalog.read() as txn:
+            return [(name, value) for name, value in txn.settings() if name.startswith(kinds) and name not in self.under_way]
+
+    async def forget(self, name: str) -> None:
+        """The note goes."""
+        await self._node.catalog.write(lambda txn: txn.set_setting(name, None))
+
+    async def _end_passing(self, tier: MonitoredTier, passing: Passing) -> None:
+        """Nothing half is left; what is whole is a shard of its part, as a sealed file without a row would be."""
+        if passing.upload_id:
+            await tier.tier.abort_upload(passing.key, passing.upload_id)
+        else:
+            await tier.tier.sweep(passing.key)
+        failpoints.hit("through.tidied")
+        if not passing.whole:
+            return
+        crcs = tuple(unpack_chunk_crcs(passing.chunks))
+        try:
+            info = await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
+            version = version_of(await tier.tier.head(passing.key))
+        except (NotFound, Corrupt) as error:
+            log.info(
+                "a shard that was on its way to a tier is not there tier=%s key=%s reason=%s", tier.name, passing.key, error
+            )
+            return
+        ref = PartRef("", 0, "", passing.writer, passing.writer + 1)
+        try:
+            with self._writes.claim(passing.session_id, ref, passing.name):  # nobody may bring it once more meanwhile
+                await self._node.catalog.write(lambda txn: landed(txn, tier.name, passing, version))
+        except (NotFound, AlreadyExists, Unavailable) as error:
+            # Whose object it is nobody can tell any more: its writer may have gone on elsewhere, under this name.
+            log.info("an object without a shard stays tier=%s key=%s size=%s reason=%s", tier.name, info.key, info.size, error)
+        else:
+            self._node.changes.tell(passing.session_id)
+
+    async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> None:
+        key = shard_key(gone.run, gone.step, gone.session, gone.name)
+        with self._node.catalog.read() as txn:
+            if _has_name(txn, gone):
+                return
+        try:
+            if version_of(await tier.tier.head(key)) != gone.version or await self._is_vouched_for(tier, gone):
+                return
+        except NotFound:
+            return
+        await tier.tier.delete(key)
+        failpoints.hit("through.left")
+
+    async def _is_vouched_for(self, tier: MonitoredTier, gone: Leaving) -> bool:
+        """Whether the part was committed elsewhere: its record is there, or a manifest that names the session."""
+        try:
+            await tier.tier.head(part_key(gone.run, gone.step, gone.session, gone.writer))
+        except NotFound:
+            pass
+        else:
+            return True
+        try:
+            document, _ = await tier.tier.get_small(manifest_key(gone.run, gone.step))
+        except NotFound:
+            return False
+        try:
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+        except ManifestError:
+            return True  # nobody can tell
+        return manifest.session == gone.session
+
+    async def step(self) -> float | None:
+        """Background: each tier that can be asked; the pause in seconds, None where nothing is left."""
+        for name in tuple(self._may_have):
+            tier = self._node.tiers[name]
+            if not tier.usable:
+                continue
+            try:
+                await self.tidy(tier)
+            except ForebayError as error:
+                tier.failed(error)
+        return AGAIN_S if self._may_have else None
+
+
+def _has_name(txn: ReadTxn, gone: Leaving) -> bool:
+    session = txn.find_session(gone.run, gone.step, gone.session)
+    return session is not None and txn.shard_by_name(session.id, gone.name) is not None
