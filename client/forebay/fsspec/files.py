@@ -46,9 +46,9 @@ class ReadFile(AbstractBufferedFile):
         view = memoryview(buffer).cast("B")
         if self.closed:
             raise ValueError("I/O operation on closed file.")
-        length = max(0, min(view.nbytes, self.size - self.loc))
+        length = max(0, min(view.nbytes, int(self.size) - int(self.loc)))
         if length < self.blocksize:
-            data = self.read(length)
+            data = bytes(self.read(length))
             view[: len(data)] = data
             return len(data)
         with host_errors():
@@ -179,3 +179,31 @@ class WriteFile(io.BufferedIOBase):
     def _check(self) -> None:
         if self.closed:
             raise ValueError("I/O operation on closed file.")
+
+
+class CompressedFile(io.BufferedIOBase):
+    """What is written here is compressed into a file; both are closed together, which compressors leave to the collector."""
+
+    def __init__(self, file: WriteFile, compressor: Any) -> None:
+        self._file = file
+        self._compressor = compressor
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """As io.BufferedIOBase. Raises OSError, ValueError once closed."""
+        return int(self._compressor.write(data))
+
+    def close(self) -> None:
+        """Finish both, as WriteFile.close()."""
+        if not self.closed:
+            super().close()
+            try:
+                self._compressor.close()
+            finally:
+                self._file.close()
+
+    def __del__(self) -> None:
+        """The file inside knows what to do where nobody has closed it."""

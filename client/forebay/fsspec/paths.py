@@ -57,7 +57,7 @@ def parse(path: str) -> Place:
         if name:
             check_shard_name(name)
     except InvalidName as error:
-        raise InvalidArgument(f"{SCHEME}{path[:1100]}: {error}") from error
+        raise InvalidArgument(f"{SCHEME} path: {error}") from error
     return Place(path, where.run, where.step, "/".join(segments[: at + 1]), name)
 
 
