@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forebay.api import STREAMS_MAX, Client
+from forebay.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.reader import Reader
-from forebay.torch.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.torch.values import Placed, Range, values_of
 from forebay.torch.writer import METADATA_NAME
 

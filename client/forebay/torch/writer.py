@@ -24,10 +24,10 @@ from torch.futures import Future
 from ulid import ULID
 
 from forebay.api import STREAMS_MAX, Client
+from forebay.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.directories import in_parallel
 from forebay.errors import Incomplete, InvalidArgument, NotFound
 from forebay.session import default_session, launch_session
-from forebay.torch.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.torch.items import ItemsFile
 from forebay.types import Missing
 from forebay.waiting import check_level

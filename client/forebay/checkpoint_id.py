@@ -1,6 +1,7 @@
-"""forebay://RUN/STEP: how DCP's `checkpoint_id` names a checkpoint.
+"""forebay://RUN/STEP: how one checkpoint is named in one text.
 
-Owns reading and writing these. Does not own which runs and steps are allowed (forebay_wire.names).
+Owns reading and writing these. Does not own which runs and steps are allowed (forebay_wire.names), nor what lies inside a
+step (fsspec/paths.py).
 """
 
 import os
