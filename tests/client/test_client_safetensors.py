@@ -2,6 +2,7 @@
 
 import gc
 import json
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -388,6 +389,22 @@ def test_the_gateway_goes_while_a_tensor_of_it_lives(fd: Client, real: RealGatew
         assert file.get_tensor("int64").tolist() == _model()["int64"].tolist()
     del tensor
     assert _held() == 0
+
+
+def test_the_gateway_hears_of_a_mapping_again_and_again(fd: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end a silent lease, and evict the file. The thread that tells it ends with the last lease."""
+    heard: queue.Queue[fd_map.Lease] = queue.Queue()
+    monkeypatch.setattr(fd_map, "SIGN_EVERY_S", 0.01)
+    monkeypatch.setattr(fd_map.Lease, "alive", heard.put)
+    with safe_open("r", 1, mapped=True, client=fd) as file:
+        tensor = file.get_tensor("int8")
+    (lease,) = fd_map._leases
+    assert [heard.get(timeout=30) for _ in range(3)] == [lease] * 3
+    signer = fd_map._signer
+    del tensor
+    assert _held() == 0 and signer is not None
+    signer.join(30)
+    assert not signer.is_alive() and fd_map._signer is None
 
 
 def test_damage_in_the_file_is_not_mapped(fd: Client, real: RealGateway) -> None:
