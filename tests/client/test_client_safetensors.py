@@ -324,6 +324,18 @@ def test_several_files_of_one_checkpoint(client: Client) -> None:
         assert load_file("r", 1, f"model-0000{at}-of-00002.safetensors", client=client)["a"][0] == at
 
 
+def test_files_of_many_pieces(client: Client) -> None:
+    """Of which tensors begin and end anywhere, and many lie in one piece."""
+    sizes = [1, 3, 1_500_000, 70_001, 2_000_003, 1, 5, 1_234_567, *range(1, 300)]
+    tensors = {f"t{at}": torch.arange(size, dtype=torch.int32) + at for at, size in enumerate(sizes)}
+    save_file(tensors, "r", 1, client=client)
+    _assert_same(load_file("r", 1, client=client), tensors)
+    with safe_open("r", 1, client=client) as file:
+        for name in ("t4", "t2", "t6", "t306"):
+            assert file.get_tensor(name).equal(tensors[name])
+        assert file.get_slice("t4")[1_000_000:1_900_000].equal(tensors["t4"][1_000_000:1_900_000])
+
+
 def test_a_put_in_the_background(client: Client) -> None:
     tensors = {"a": torch.ones(500_000)}
     with client.checkpoint("r", 1) as part:
@@ -395,7 +407,7 @@ def test_the_gateway_hears_of_a_mapping_again_and_again(fd: Client, monkeypatch:
     """It would end a silent lease, and evict the file. The thread that tells it ends with the last lease."""
     heard: queue.Queue[fd_map.Lease] = queue.Queue()
     monkeypatch.setattr(fd_map, "SIGN_EVERY_S", 0.01)
-    monkeypatch.setattr(fd_map.Lease, "alive", heard.put)
+    monkeypatch.setattr(fd_map.Lease, "alive", lambda lease: heard.put(lease))
     with safe_open("r", 1, mapped=True, client=fd) as file:
         tensor = file.get_tensor("int8")
     (lease,) = fd_map._leases

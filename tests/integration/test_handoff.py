@@ -1,4 +1,4 @@
-"""Libraries that know directories only, through real gateways: Orbax itself, and the trees that DeepSpeed and Megatron write."""
+"""Libraries that know directories only, through gateways: Orbax itself, and the trees that DeepSpeed and Megatron write."""
 
 import subprocess
 import sys
@@ -136,7 +136,7 @@ def test_ranks_on_two_nodes(make: MakeGateway, under: Path, root: Path, tmp_path
 
 @pytest.mark.parametrize("content", [b"the same", b"another"])
 def test_a_name_of_two_ranks_on_two_nodes(make: MakeGateway, under: Path, content: bytes) -> None:
-    """No gateway knows of the other's writer until both are on the tier: whoever waits for it is told, and nothing completes."""
+    """No gateway knows of the other's writer until both are on the tier: whoever waits is told, and nothing completes."""
     a, b = make("a").start(), make("b").start()
     errors: list[forebay.ForebayError] = []
 

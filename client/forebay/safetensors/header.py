@@ -4,16 +4,14 @@ Owns where each tensor's bytes lie. The header is given to safetensors as a file
 that its rules, its errors and its types are its own and not a copy of them. Does not own reading the data.
 """
 
-import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import safetensors
 
-from forebay.safetensors.write import PACKED
+from forebay.safetensors.hole import PACKED, hole
 
 _LENGTH_BYTES = 8
 _FIRST_READ_BYTES = 64 << 10  # most headers, length included
@@ -40,7 +38,7 @@ class Header:
         if len(data) < length <= min(size, _HEADER_BYTES_MAX):
             data += read(len(data), length - len(data))
         data = data[:length]
-        with _hole(data, size) as path, safetensors.safe_open(path, framework) as file:
+        with hole(data, size) as path, safetensors.safe_open(path, framework) as file:
             self.names: list[str] = list(file.keys())
             self.offset_names: list[str] = list(file.offset_keys())
             self.metadata: dict[str, str] | None = file.metadata()
@@ -67,7 +65,7 @@ class Header:
         if code not in self._types:
             text = json.dumps({"x": {"dtype": code, "shape": [0], "data_offsets": [0, 0]}}).encode()
             data = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-            with _hole(data, len(data)) as path, safetensors.safe_open(path, self._framework) as file:
+            with hole(data, len(data)) as path, safetensors.safe_open(path, self._framework) as file:
                 self._types[code] = file.get_tensor("x").dtype
         return self._types[code]
 
@@ -78,15 +76,3 @@ def _entry(found: dict[str, Any], data_begin: int) -> Entry:
     if shape:
         shape[-1] //= PACKED.get(found["dtype"], 1)
     return Entry(data_begin + begin, data_begin + end, tuple(shape), found["dtype"])
-
-
-@contextlib.contextmanager
-def _hole(data: bytes, size: int) -> Iterator[str]:
-    """The path of a file in memory of `size` bytes that begins with `data`, for the block. What is not data costs nothing."""
-    descriptor = os.memfd_create("forebay-safetensors", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, size)
-        os.pwrite(descriptor, data[:size], 0)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
