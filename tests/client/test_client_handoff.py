@@ -16,6 +16,7 @@ import forebay
 from client.conftest import Gateway, RealGateway
 from forebay import Client, directories, handoff, scratch
 from forebay.testing import MemoryGateway
+from forebay.writer import CheckpointWriter
 
 HERE = Path(__file__).parents[1]
 
@@ -165,13 +166,25 @@ def test_whatever_fails_keeps_the_files(memory: MemoryGateway, under: Path, meth
     assert _tree(Path(str(caught.value).rpartition("kept in ")[2].partition(";")[0])) == files
 
 
-def test_acknowledged_files_go_though_a_tier_is_late(memory: MemoryGateway, memory_client: Client, under: Path) -> None:
+def test_acknowledged_files_go_though_a_tier_is_late(
+    memory_client: Client, under: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the wait for the tier, which may be long."""
+    left_at_commit: dict[str, list[str]] = {}
+    commit = CheckpointWriter.commit
+
+    def watched(part: CheckpointWriter, metadata: Any = None, wait: str = "cache", *rest: Any, **options: Any) -> Any:
+        left_at_commit[wait] = _left(under)
+        return commit(part, metadata, wait, *rest, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "commit", watched)
     memory_client.hold("pfs")
     with pytest.raises(forebay.DeadlineExceeded, match="this part is committed in the cache") as caught:  # noqa: SIM117
-        with forebay.directory("r", 3, client=memory_client, under=under, wait="pfs", timeout=0.3) as path:
+        with forebay.directory("r", 3, client=memory_client, under=under, wait="pfs", timeout=0.3, metadata={"k": 1}) as path:
             _fill(path)
-    assert "kept" not in str(caught.value)
-    assert _left(under) == [] and memory_client.latest("r") == 3
+    assert "kept" not in str(caught.value) and memory_client.latest("r") == 3
+    assert left_at_commit == {"cache": ["live"], "pfs": []}
+    assert memory_client.describe("r", 3).metadata == {"k": 1}  # the second commit of the part leaves it
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "rewritten", "added", "removed"])
@@ -325,12 +338,16 @@ address, under, when = sys.argv[1:]
 die = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
 if when == "in the hand-over":
     handoff._stamps = die
-with forebay.directory("r", 3, address=address, under=under) as path:
+made = forebay.directory("r", 3, address=address, under=under)
+child = None
+with made as path:
     (path / "model.bin").write_bytes(bytes(3 << 20))
     if when == "in the block":
         die()
-    if when == "in a child's block" and not os.fork():
-        sys.exit(0)
+    if when == "in a child's block" and (child := os.fork()):
+        assert os.waitpid(child, 0)[1] == 0
+if child == 0:
+    os._exit(made.summary is not None)  # it must not have handed over what is its parent's
 """
 
 

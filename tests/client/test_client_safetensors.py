@@ -25,6 +25,7 @@ from client.conftest import Gateway, RealGateway  # noqa: E402
 from forebay import Client  # noqa: E402
 from forebay.lanes import fd_map  # noqa: E402
 from forebay.safetensors import SafetensorError, load_file, safe_open, save_file, serialized  # noqa: E402
+from forebay.safetensors.place import place_of  # noqa: E402
 from forebay.testing import MemoryGateway  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -301,6 +302,20 @@ def test_only_the_bytes_asked_for_are_read(
 def test_bad_places(memory_client: Client, arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(forebay.InvalidArgument, match=said):
         save_file({"a": torch.ones(1)}, *arguments, client=memory_client)
+
+
+@pytest.mark.parametrize(
+    "path,place",
+    [
+        ("forebay://r/1", ("r", 1, "model.safetensors")),
+        ("forebay://team/r/1/sub/2/a", ("team/r", 1, "sub/2/a")),
+        ("forebay://2026/r/latest/a", ("2026/r", "latest", "a")),
+        ("forebay://r/2026/step-0007/a", ("r/2026", 7, "a")),
+        (f"forebay://r/{'9' * 5000}/a", ("r", 1 << 64, "a")),
+    ],
+)
+def test_paths(path: str, place: tuple[str, int | str, str]) -> None:
+    assert place_of(path, None, None) == place
 
 
 def test_nothing_there(memory: MemoryGateway, memory_client: Client) -> None:
