@@ -4,13 +4,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import forebay
-from client.lanes import FdClient, StreamClient
 from forebay import Client
 from integration.conftest import MakeGateway
 from integration.kit import files_below, some_bytes, together
@@ -30,52 +29,27 @@ def _left(under: Path) -> list[str]:
     return [path.name.partition("-")[0] for path in under.glob("forebay-*/*") if path.name != "lock"]
 
 
+def _run(script: Path, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 # -- Orbax ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [StreamClient, FdClient])
-def test_orbax(make: MakeGateway, under: Path, root: Path, kind: type[Client]) -> None:
-    """Both checkpointers, with OCDBT, and the manager; restored from the cache and from the tier's plain files."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs orbax-checkpoint, which this environment does not have")
-    jax = pytest.importorskip("jax", reason="needs jax, which this environment does not have")
-    gateway = make("a").start()
-    state = {
-        "weights": jax.numpy.arange(600_000.0).reshape(600, 1000),
-        "bias": jax.numpy.ones((3,), "bfloat16"),
-        "step": 7,
-        "nothing": {},
-    }
+needs_orbax = pytest.mark.skipif(
+    find_spec("orbax") is None or find_spec("jax") is None,
+    reason="needs orbax-checkpoint and jax, which this environment does not have",
+)
 
-    def same(found: Any) -> bool:
-        pairs = jax.tree.map(lambda one, other: bool((jax.numpy.asarray(one) == other).all()), found, state)
-        return bool(jax.tree.all(pairs))
 
-    with kind(gateway.address) as client:
-        with forebay.directory("orbax", 1, client=client, under=under, wait="pfs", timeout=60) as path:
-            with ocp.StandardCheckpointer() as standard:
-                standard.save(path / "standard", state)
-            ocp.PyTreeCheckpointer(use_ocdbt=True).save(path / "tree", state)
-            with ocp.CheckpointManager(path / "manager") as manager:
-                manager.save(5, args=ocp.args.StandardSave(state))
-                manager.wait_until_finished()
-            written = files_below(path)
-        assert any(name.endswith("manifest.ocdbt") for name in written)
-
-        def check(path: Path) -> None:
-            assert files_below(path) == written
-            with ocp.StandardCheckpointer() as standard:
-                assert same(standard.restore(path / "standard"))
-            assert same(ocp.PyTreeCheckpointer(use_ocdbt=True).restore(path / "tree"))
-            with ocp.CheckpointManager(path / "manager") as manager:
-                assert manager.latest_step() == 5
-                assert same(manager.restore(5, args=ocp.args.StandardRestore(state)))
-
-        with forebay.directory("orbax", "latest", mode="r", client=client, under=under) as path:
-            check(path)
-    (plain,) = (root / "orbax").glob("step-*/current")
-    with ocp.StandardCheckpointer() as standard:
-        assert same(standard.restore(plain.resolve() / "standard"))
+@needs_orbax
+@pytest.mark.parametrize("lane", ["stream", "fd"])
+def test_orbax(make: MakeGateway, under: Path, root: Path, lane: str) -> None:
+    """Both of its checkpointers and its manager, as orbax_steps.py says."""
+    script = Path(__file__).with_name("orbax_steps.py")
+    assert _run(script, make("a").start().address, str(under), lane, str(root)) == "all restored\n"
     assert _left(under) == []
 
 
@@ -163,23 +137,17 @@ def test_a_name_of_two_ranks_on_two_nodes(make: MakeGateway, under: Path, conten
 # -- examples -------------------------------------------------------------------------------------------------------------
 
 
-def _run(example: str, address: str) -> str:
-    command = [sys.executable, str(EXAMPLES / example), "--address", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_directory_example(make: MakeGateway) -> None:
     """client/examples/directory.py, as a reader of it would start it."""
-    said = _run("directory.py", make("a").start().address)
+    said = _run(EXAMPLES / "directory.py", "--address", make("a").start().address)
     assert [line.partition(":")[0] for line in said.splitlines()] == [
         "config.json",
         *(f"rank{at}/weights.bin" for at in range(4)),
     ]
 
 
+@needs_orbax
 def test_the_orbax_example(make: MakeGateway) -> None:
     """client/examples/jax_orbax.py, as a reader of it would start it."""
-    pytest.importorskip("orbax.checkpoint", reason="needs orbax-checkpoint, which this environment does not have")
-    assert "goes on from step 3 with weights of 6.0" in _run("jax_orbax.py", make("a").start().address)
+    said = _run(EXAMPLES / "jax_orbax.py", "--address", make("a").start().address)
+    assert "goes on from step 3 with weights of 6.0" in said
