@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from forebay.api import Client
     from forebay.background_checkpoint import BackgroundCheckpoint, PendingCommit
     from forebay.care import Care
+    from forebay.handoff import directory
     from forebay.pending import Pending
     from forebay.preemption import Preemption
     from forebay.reader import Reader
@@ -95,6 +96,7 @@ __all__ = [
     "Unsupported",
     "WaitProgress",
     "__version__",
+    "directory",
 ]
 
 _LAZY = {
@@ -113,6 +115,7 @@ _LAZY = {
     "PendingCommit": "forebay.background_checkpoint",
     "Preemption": "forebay.preemption",
     "Reader": "forebay.reader",
+    "directory": "forebay.handoff",
 }
 
 

@@ -180,7 +180,7 @@ class Client:
         check_level(self._connection, run, step, wait)
         with part:
             with byte_counter(f"save {run}/{step}", total, self._progress) as count:
-                directories.put_files(part, files, _checked_streams(streams), count)
+                directories.put_files(part, files, checked_streams(streams), count)
             receipt = part.commit(metadata, wait, timeout, final=final)
         return SaveSummary(
             run=run,
@@ -312,14 +312,14 @@ class Client:
         files and directories. Raises NotFound, Incomplete, Corrupt, Unavailable, InvalidArgument (the target is in the way).
         """
         started_s = time.monotonic()
-        step = self._step_of(run, step_or_latest)
+        step = self.step_of(run, step_or_latest)
         reader = self.open(run, step, source=source, lane=lane)
         shards = reader.shards()
         size = sum(shard.size for shard in shards)
         target = directories.Target(Path(path), durable)
         try:
             with byte_counter(f"restore {run}/{step}", size, self._progress) as count:
-                directories.restore_files(reader, target, shards, _checked_streams(streams), count)
+                directories.restore_files(reader, target, shards, checked_streams(streams), count)
             target.publish()
         finally:
             target.close()
@@ -420,7 +420,8 @@ class Client:
         doing = f"{'hold' if held else 'release'} the queue{f' of {tier!r}' if tier else ''}"
         return list(self._connection.call(lambda stubs: stubs.admin.SetQueue, request, doing).tiers)
 
-    def _step_of(self, run: str, step_or_latest: int | str) -> int:
+    def step_of(self, run: str, step_or_latest: int | str) -> int:
+        """A step as it is, or the newest complete checkpoint's for "latest". Raises NotFound where there is none."""
         if step_or_latest != "latest":
             return int(step_or_latest) if isinstance(step_or_latest, int) else _no_step(step_or_latest)
         latest = self.latest(run)
@@ -444,7 +445,8 @@ def _check(run: str, step: int = 0) -> None:
         raise InvalidArgument(str(error)) from error
 
 
-def _checked_streams(streams: int) -> int:
+def checked_streams(streams: int) -> int:
+    """How many files go at a time. Raises InvalidArgument."""
     if not 1 <= streams <= STREAMS_MAX:
         raise InvalidArgument(f"streams must be 1 to {STREAMS_MAX}, not {streams}")
     return streams

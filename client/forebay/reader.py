@@ -16,10 +16,10 @@ from forebay import cancel
 from forebay.connection import Connection
 from forebay.convert import record
 from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
-from forebay.lanes import fd_read, many, stream
+from forebay.lanes import fd_map, fd_read, many, stream
 from forebay.lanes.fd import FD_BYTES_MIN, NotOffered
 from forebay.lanes.stream import OnBytes
-from forebay.sources import view_of
+from forebay.sources import BuffersSource, view_of
 from forebay.types import Checkpoint, Shard
 from forebay_wire.checksums import combine, crc32c
 from forebay_wire.frames import ChunkFrame
@@ -96,6 +96,31 @@ class Reader:
         for at, chunk in self._into(fd_read.MemorySink(view, offset), shard, offset, offset + view.nbytes, None):
             copy(view[at - offset :], chunk)
         return view.nbytes
+
+    def scatter(self, name: str, buffers: Iterable[Any], offset: int = 0) -> int:
+        """Fill all buffers (writable, contiguous), one after another, with what follows `offset`; returns their size in bytes.
+
+        The range is read once, however many they are. Raises as read().
+        """
+        views = [view_of(buffer, f"buffer for {name!r}") for buffer in buffers]
+        if any(view.readonly and view.nbytes for view in views):
+            raise InvalidArgument(f"a buffer for {name!r} is read-only")
+        shard, target = self.shard(name), BuffersSource(views)
+        self._checked_length(shard, offset, target.size)
+        sink = fd_read.BuffersSink(target, offset)
+        for at, chunk in self._into(sink, shard, offset, offset + target.size, None):
+            sink.put(at, chunk)
+        return target.size
+
+    def mapped(self, name: str) -> fd_map.MappedShard:
+        """The whole shard as it lies in the gateway's cache, mapped into this process. Raises NotFound, Unavailable, and
+        Unsupported where the fd lane cannot bring it: another host, a reader limited to another source, a shard in a pack, an
+        empty one.
+        """
+        shard = self.shard(name)
+        if self._lane == "stream" or not shard.size or self._source not in ("auto", "cache"):
+            raise Unsupported(f"{name!r} cannot be mapped: only the fd lane maps, from the gateway's cache on this host")
+        return fd_map.MappedShard(self._connection, self._open_request(shard, 0, shard.size), shard)
 
     def write_to(self, name: str, descriptor: int, on_bytes: OnBytes | None = None) -> None:
         """The whole shard into an open file of the caller's, from its beginning. Raises as read(), and OSError."""
@@ -177,7 +202,17 @@ class Reader:
         """The shard's file until the stack ends; None where the stream lane has to do."""
         if not self._may_go_by_fd(length):
             return None
-        request = pb.OpenReadRequest(
+        try:
+            return stack.enter_context(fd_read.opened(self._connection, self._open_request(shard, offset, length), shard))
+        except NotOffered:
+            if self._lane == "fd":
+                raise
+        except (Unsupported, Unavailable) as error:
+            _log.debug("reading by the stream lane: %s", error)
+        return None
+
+    def _open_request(self, shard: Shard, offset: int, length: int) -> pb.OpenReadRequest:
+        return pb.OpenReadRequest(
             run=self.checkpoint.run,
             step=self.checkpoint.step,
             session=self.checkpoint.session,
@@ -186,14 +221,6 @@ class Reader:
             length=length,
             source=self._source,
         )
-        try:
-            return stack.enter_context(fd_read.opened(self._connection, request, shard))
-        except NotOffered:
-            if self._lane == "fd":
-                raise
-        except (Unsupported, Unavailable) as error:
-            _log.debug("reading by the stream lane: %s", error)
-        return None
 
     def _into(
         self, sink: fd_read.Sink, shard: Shard, low: int, high: int, on_bytes: OnBytes | None

@@ -7,7 +7,9 @@ import io
 import os
 import stat
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +45,29 @@ class BufferSource(Source):
     def chunks(self, chunk_size: int) -> Iterator[Piece]:
         for offset in range(0, self.size, chunk_size):
             yield self.view[offset : offset + chunk_size]
+
+
+class BuffersSource(Source):
+    """Bytes in memory in several pieces that follow one another, any range of which can be had without the ones before."""
+
+    replayable = True
+
+    def __init__(self, views: Iterable[memoryview]) -> None:
+        self._views = [view for view in views if view.nbytes]
+        self._starts = list(accumulate((view.nbytes for view in self._views), initial=0))
+        self.size: int = self._starts.pop()
+
+    def chunks(self, chunk_size: int) -> Iterator[Piece]:
+        return _recut(self._views, chunk_size, "a buffer")
+
+    def pieces(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Where the bytes of a range lie."""
+        index = bisect_right(self._starts, offset) - 1
+        while length:
+            begin = offset - self._starts[index]
+            piece = self._views[index][begin : begin + length]
+            yield piece
+            offset, length, index = offset + piece.nbytes, length - piece.nbytes, index + 1
 
 
 class PathSource(Source):

@@ -108,6 +108,10 @@ class Lease:
         except OSError as error:
             raise self._lost(error) from error
 
+    def disown(self) -> None:
+        """In a forked child: the lease is its parent's, and does not end when this process's copy of the connection goes."""
+        self._socket.close()
+
     def _receive(self, size: int) -> bytes:
         data = b""
         while len(data) < size:

@@ -19,7 +19,7 @@ from forebay.lanes.memory import BLOCK, align
 from forebay.lanes.parallel import Bounce, Workers
 from forebay.lanes.stream import OnBytes, check_chunk_size, check_receipt
 from forebay.lanes.sums import Sums
-from forebay.sources import BufferSource, PathSource, Piece, Source
+from forebay.sources import BufferSource, BuffersSource, PathSource, Piece, Source
 from forebay_wire.memory import address_of, copy
 from forebay_wire.v1 import gateway_pb2 as pb
 
@@ -122,6 +122,8 @@ class FdPut:
 def _pieces_of(source: Source, size: int, direct_io: bool, name: str) -> Iterator[Pieces]:
     if isinstance(source, BufferSource):
         yield _BufferPieces(source.view, direct_io)
+    elif isinstance(source, BuffersSource):
+        yield _GatheredPieces(source)
     elif isinstance(source, PathSource):
         with source.path.open("rb", buffering=0) as file:
             yield _FilePieces(file.fileno(), size, str(source.path))
@@ -153,6 +155,29 @@ class _BufferPieces:
         buffer = bounce()
         copy(buffer, data)
         return _padded(offset, buffer, data.nbytes)
+
+
+class _GatheredPieces:
+    """Of memory in several pieces: each thread joins what it writes."""
+
+    threads = THREADS_BOUNCE
+
+    def __init__(self, source: BuffersSource) -> None:
+        self._source = source
+        self._offsets = iter(range(0, source.size, PIECE_BYTES))
+        self._lock = threading.Lock()
+
+    def take(self, bounce: Bounce) -> Block | None:
+        """See Pieces."""
+        with self._lock:
+            offset = next(self._offsets, None)
+        if offset is None:
+            return None
+        buffer, length, at = bounce(), min(PIECE_BYTES, self._source.size - offset), 0
+        for piece in self._source.pieces(offset, length):
+            copy(buffer[at:], piece)
+            at += piece.nbytes
+        return _padded(offset, buffer, length)
 
 
 class _FilePieces:

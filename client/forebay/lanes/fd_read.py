@@ -20,6 +20,7 @@ from forebay.lanes.memory import BLOCK, align, aligned, give_to_children
 from forebay.lanes.parallel import Bounce, Workers
 from forebay.lanes.stream import OnBytes, check_chunk_size
 from forebay.lanes.sums import Sums
+from forebay.sources import BuffersSource
 from forebay.types import Shard
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import chunk_count, unpack_chunk_crcs
@@ -100,6 +101,20 @@ class MemorySink(Sink):
         copy(self._view[offset - self._offset :], data)
 
 
+class BuffersSink(Sink):
+    """The caller's memory in several pieces, which follow one another in the shard from `offset`."""
+
+    def __init__(self, buffers: BuffersSource, offset: int) -> None:
+        self._buffers = buffers
+        self._offset = offset
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """See Sink."""
+        for piece in self._buffers.pieces(offset - self._offset, data.nbytes):
+            copy(piece, data[: piece.nbytes])
+            data = data[piece.nbytes :]
+
+
 class FileSink(Sink):
     """A file of the caller's, for a whole shard. Written through the page cache: a restored file is about to be read."""
 
@@ -117,10 +132,10 @@ class OpenFile:
     """A shard's file, open for reading. One read at a time."""
 
     def __init__(self, lease: Lease, descriptor: int, layout: pb.FileLayout, size: int, crcs: list[int]) -> None:
-        self._lease = lease
-        self._descriptor = descriptor
+        self.lease = lease
+        self.descriptor = descriptor
         self._size = size
-        self._crcs = crcs
+        self.crcs = crcs
         self.chunk_size = layout.chunk_size
         self.direct_io = layout.direct_io
 
@@ -152,7 +167,7 @@ class OpenFile:
             return True
 
         Workers(step, min(PIECE_BYTES, align(end - begin))).run(min(sink.threads, -(-(end - begin) // PIECE_BYTES)))
-        bad = [index for index in range(first, last) if sums.chunk(index) != self._crcs[index]]
+        bad = [index for index in range(first, last) if sums.chunk(index) != self.crcs[index]]
         return [(max(low, index * self.chunk_size), min(high, (index + 1) * self.chunk_size)) for index in bad]
 
     def stream(self, low: int, high: int) -> Iterator[memoryview]:
@@ -188,7 +203,7 @@ class OpenFile:
             self._fill(block[offset - begin :][: align(length)], offset, length)
         for offset in range(begin, end, self.chunk_size):
             chunk = block[offset - begin : min(end, offset + self.chunk_size) - begin]
-            if crc32c(chunk) != self._crcs[offset // self.chunk_size]:
+            if crc32c(chunk) != self.crcs[offset // self.chunk_size]:
                 raise Damaged(begin)
         give_to_children(block)
         return block[: end - begin]
@@ -198,7 +213,7 @@ class OpenFile:
         done = 0
         try:
             while done < length:
-                count = os.preadv(self._descriptor, [block[done:]], offset + done)
+                count = os.preadv(self.descriptor, [block[done:]], offset + done)
                 if done + count >= length:
                     break
                 if count < BLOCK:
@@ -207,4 +222,4 @@ class OpenFile:
         except OSError as error:
             raise Unavailable(f"the cache's file cannot be read: {error.strerror or error}") from error
         with contextlib.suppress(Unavailable):  # the gateway went away: the file is still open, and its bytes are checked here
-            self._lease.alive()
+            self.lease.alive()
