@@ -121,7 +121,7 @@ def measure(directory: Path, checkpoints: int = 1000, shards: int = 1000, files:
     """All figures: times in milliseconds (medians), sizes in MiB, `start_*` in seconds until the gateway answers."""
     tier = directory / "pfs"
     tier.mkdir()
-    gateway = GatewayProcess(directory, "scale", [posix_tier(tier)], capacity="64TiB")
+    gateway = GatewayProcess(directory, "scale", [posix_tier(tier)])
     figures: dict[str, Any] = {"checkpoints": checkpoints, "shards": checkpoints * shards, "files": files * shards}
     gateway.start()  # the empty directory becomes its tier; one that holds files already it would not take
     gateway.terminate()
