@@ -22,10 +22,12 @@ from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths import marks
 from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import tell_pin
 from forebay_gateway.paths.safety import HELD_STATES, is_expendable
+from forebay_gateway.paths.verdicts import drop_verdicts, name_of
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -203,6 +205,9 @@ class Retention:
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
         await self.shards_off_tier(tier, row, sessions, shards)
+        decided = [name_of(session) for session in sessions if session.writers > 1]
+        if decided and may_leave_out(rules_of(self._node, tier.name, row.run)):
+            await drop_verdicts(tier, row.run, decided)
         failpoints.hit("delete.off_tier")
 
     async def shards_off_tier(

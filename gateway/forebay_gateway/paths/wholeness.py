@@ -6,7 +6,7 @@ Owns these questions, asked of the catalog alone. Does not own what is done abou
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.policy import is_whole
-from forebay_gateway.core.records import CheckpointRow, PartState, SessionRow
+from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
 
 MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
 
@@ -28,6 +28,24 @@ def is_complete(txn: ReadTxn, session: SessionRow) -> bool:
 def has_all_parts(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether this catalog has the rows of every writer's shards, wherever their bytes are."""
     return txn.session_sums(session.id).committed >= session.writers
+
+
+def describe_spread(txn: ReadTxn, session: SessionRow) -> str:
+    """Where all parts are committed, but some through other nodes, and no tier has it yet or is to get it: one clause for
+    people, else empty. It is complete for nobody then: no node can read another one's cache."""
+    if is_complete(txn, session) or not session.commit_seq or missing_parts(txn, session):
+        return ""
+    if PublishState.PENDING in session.publish.values():
+        return "all parts are committed; they meet on a tier once drained"
+    if not session.is_cache_only:
+        return ""
+    nodes = len(set(session.known_parts.values())) + 1
+    here = txn.session_sums(session.id).committed
+    why = "by policy it goes to no tier" if session.is_transient else "it was left out on every tier"
+    return (
+        f"{why}: its parts are in the caches of {nodes} nodes, {here} of {session.writers} in this one's, and cannot be "
+        "restored as a whole"
+    )
 
 
 def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
