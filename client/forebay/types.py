@@ -94,7 +94,8 @@ class CommitReceipt:
     """A writer's part is promised at `level`.
 
     `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
-    stays in the cache and is never drained.
+    stays in the cache and is never drained. A transient one whose parts go through several nodes is complete on none of them:
+    it is held in their caches, and no node can restore it as a whole.
     """
 
     level: str

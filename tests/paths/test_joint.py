@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from forebay_gateway.core.errors import Incomplete, NotFound
 from forebay_gateway.paths.joint import LAG_S
+from forebay_gateway.paths.view import view
+from forebay_gateway.paths.wait import level_progress
 from paths.joint_kit import RUN, Job, job
 
 EVERY_3 = f'[[policy]]\nrun = "{RUN}"\nevery = 3\n'
@@ -353,3 +356,59 @@ async def test_a_deletion_takes_the_word_along(tmp_path: Path) -> None:
         assert not [key for key in all_nodes.store.objects if "step-000000000002" in key]
         findings = [finding async for finding in all_nodes.nodes[0].checker.check(deep=False)]
         assert not [finding for finding in findings if ".forebay/" in finding.path]
+
+
+# -- transient runs --------------------------------------------------------------------------------------------------------
+
+TRANSIENT = f'[[policy]]\nrun = "{RUN}"\ntransient = true\n'
+
+
+async def test_a_transient_checkpoint_of_several_nodes_says_what_it_is(tmp_path: Path) -> None:
+    async with job(tmp_path, TRANSIENT) as all_nodes:
+        first, other = all_nodes.nodes
+        for writer, node in enumerate(all_nodes.nodes):
+            receipt = await node.part(1, writer, 2)
+            assert (receipt.transient, receipt.complete_at_cache) == (True, False)
+        await all_nodes.turns()
+        assert all_nodes.shards(1) == []
+        for node in all_nodes.nodes:
+            with node.node.catalog.read() as txn:
+                row = txn.checkpoint(RUN, 1)
+                assert row is not None
+                seen = view(node.node, txn, row)
+                session = node.session(1)
+                assert session is not None
+                assert level_progress(txn, session, "cache").reached
+            assert seen is not None
+            assert (seen.state, seen.transient, seen.missing) == ("incomplete", True, ())
+            assert "in the caches of 2 nodes, 1 of 2 in this one's, and cannot be restored as a whole" in seen.reason
+            with pytest.raises(Incomplete, match="cannot be restored as a whole"):
+                await node.finder.complete(RUN, 1)
+            with pytest.raises(NotFound):
+                await node.finder.latest(RUN)
+        asked = sum(first.shared.asked.values())
+        await all_nodes.turns()
+        assert sum(first.shared.asked.values()) == asked  # all is known, so nobody asks any more
+        for node in (first, other):
+            await node.evictor.evict(64 << 20)
+            assert node.known(RUN) == []
+        assert list(all_nodes.store.objects) == []
+
+
+async def test_a_transient_checkpoint_that_lacks_a_writer_is_not_asked_about_for_ever(tmp_path: Path) -> None:
+    async with job(tmp_path, TRANSIENT) as all_nodes:
+        await all_nodes.save(1, only=[0])
+        await all_nodes.turns(70, 60.0)
+        first = all_nodes.nodes[0]
+        asked = sum(first.shared.asked.values())
+        assert asked > 0
+        await all_nodes.turns()
+        assert sum(first.shared.asked.values()) == asked
+
+
+async def test_a_transient_run_of_one_node_tells_no_tier(tmp_path: Path) -> None:
+    async with job(tmp_path, TRANSIENT, nodes=1) as all_nodes:
+        receipts = [await all_nodes.nodes[0].part(1, writer, 2) for writer in (0, 1)]
+        assert receipts[-1].complete_at_cache
+        await all_nodes.turns()
+        assert not all_nodes.nodes[0].shared.asked

@@ -1,6 +1,7 @@
 """Which parts are durable in this node's cache, told to other nodes through the shared tiers; and what they tell.
 
     a part of several writers is committed here -> a small document on a tier -> the others' documents, while some are missing
+    the checkpoint is to go to no tier any more, or leaves the cache -> this node's documents go
 
 Owns these documents while a checkpoint is not complete on a tier; complete.py removes them then. Best effort: nothing depends
 on it but `wait("cache")`, what people see early, and what may be left out for a newer checkpoint's sake.
@@ -8,11 +9,14 @@ on it but `wait("cache")`, what people see early, and what may be left out for a
 
 import asyncio
 import json
+from collections.abc import Sequence
 
+from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.layout import announce_key
 from forebay_gateway.core.records import PartRow, PartState, SessionRow
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 REST_FACTOR = 20  # a look at all sessions takes at most this part of one core, however many there are
@@ -44,7 +48,7 @@ class Announcer:
         now_s = self._node.clock.monotonic()
         self._next_s = now_s + max(ANNOUNCE_S_MIN, REST_FACTOR * (now_s - began_s))
         for session, parts in found:
-            tier = next((tier for tier in tiers if session.goes_to(tier.name)), None)
+            tier = next((tier for tier in tiers if session.is_transient or session.goes_to(tier.name)), None)
             if tier is None:
                 continue
             try:
@@ -61,6 +65,7 @@ class Announcer:
         """Sessions that are on no tier yet and whose writers have not all committed here, with the parts that are here."""
         with self._node.catalog.read() as txn:
             ids = list(dict.fromkeys(each for tier in self._node.tier_names for each in txn.unpublished_ids(tier)))
+            ids += txn.cache_only()
         found = []
         for begin in range(0, len(ids), SESSIONS_AT_ONCE):
             with self._node.catalog.read() as txn:
@@ -68,12 +73,22 @@ class Announcer:
                     session = txn.session(session_id)
                     if session is None or txn.session_sums(session_id).committed >= session.writers:
                         continue
+                    if session.is_cache_only and not self._is_awaited(txn, session):
+                        continue
                     committed = [part for part in txn.parts(session_id) if part.state is PartState.COMMITTED]
                     found.append((session, [part for part in committed if not part.is_adopted]))
             await asyncio.sleep(0)
         here = {session.id for session, _ in found}
         self._told = {told for told in self._told if told[0] in here}
         return found
+
+    def _is_awaited(self, txn: ReadTxn, session: SessionRow) -> bool:
+        """Of what no tier is to get: whether it is transient, and others' parts of it may still come."""
+        if not session.is_transient or complete_at_cache(txn, session):
+            return False
+        now_s = self._node.clock.monotonic()
+        waited_s = now_s - self._node.first_seen_s.setdefault(session.id, now_s)
+        return waited_s < self._node.config.node.complete_within
 
     async def _announce(self, tier: MonitoredTier, session: SessionRow, part: PartRow) -> None:
         body = {"node": self._node.id, "writer": part.writer, "shards": part.visible_count, "size": part.visible_size}
@@ -100,3 +115,21 @@ class Announcer:
             await self._node.catalog.write(lambda txn: txn.note_parts(session.id, found))
             self._node.changes.tell(session.id)
         return bool(missing - set(found))
+
+
+def own_writers(node: Node, session: SessionRow) -> list[int]:
+    """Those who committed their part of the session through this node."""
+    with node.catalog.read() as txn:
+        return [part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
+
+
+async def withdraw(node: Node, session: SessionRow, writers: Sequence[int]) -> None:
+    """Take back what this node has announced of a session. What cannot be deleted now goes with the checkpoint's deletion."""
+    for tier in node.usable_tiers():
+        if tier.tier.kind == "memory":
+            continue
+        try:
+            for writer in writers:
+                await tier.tier.delete(announce_key(session.run, session.step, session.session, writer))
+        except ForebayError as error:
+            tier.failed(error)

@@ -20,10 +20,10 @@ import logging
 from functools import partial
 
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import ForebayError, NotFound
-from forebay_gateway.core.layout import announce_key
+from forebay_gateway.core.errors import NotFound
 from forebay_gateway.core.records import CheckpointRow, PartRow, PartState, PendingCopy, PublishState, SessionRow, ShardKey
 from forebay_gateway.core.schedule import Entry, Idle, Kind, Next, Part, Rules, Scheduler, Skip
+from forebay_gateway.paths.announce import own_writers, withdraw
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.joint import Joint, Stance, all_here, rules_of
 from forebay_gateway.paths.node import Node
@@ -233,7 +233,7 @@ class Order:
             await self._node.catalog.write(partial(outdo, number, self._tier))
         await mark_evictable(self._node, session_id)  # it may be safe on other tiers, and had waited for this one alone
         if session is not None and session.writers > 1 and session.is_cache_only:
-            await withdraw(self._node, session)
+            await withdraw(self._node, session, own_writers(self._node, session))
         self._node.changes.tell(session_id)
 
     async def unskip(self, session_id: int) -> None:
@@ -365,19 +365,6 @@ class Order:
 
     def _prioritise(self, turns: list[tuple[int, int]]) -> None:
         self._scheduler.prioritise(order for _, order in sorted(turns))
-
-
-async def withdraw(node: Node, session: SessionRow) -> None:
-    """Take back what this node has announced of its parts: no tier is to get them. What cannot be deleted now is left, and goes
-    with the checkpoint."""
-    with node.catalog.read() as txn:
-        writers = [part.writer for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
-    for tier in node.usable_tiers():
-        try:
-            for writer in writers:
-                await tier.tier.delete(announce_key(session.run, session.step, session.session, writer))
-        except ForebayError as error:
-            tier.failed(error)
 
 
 async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from forebay_gateway.core.layout import announce_key, current_key, manifest_key,
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths import marks
+from forebay_gateway.paths.announce import own_writers, withdraw
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
@@ -125,8 +126,13 @@ class Retention:
         required = self._node.required_tiers
         await self._mark(row, lambda txn, now: is_expendable(txn, now, required))
         sessions, shards = await self._content(row)
+        announced = [
+            (session, own_writers(self._node, session)) for session in sessions if session.is_transient and session.writers > 1
+        ]
         await uncut(self._out_of_cache(sessions, shards))
         await self._node.marks.ended(row.run, row.step)
+        for session, writers in announced:
+            await withdraw(self._node, session, writers)
         for session in sessions:
             self._node.changes.tell(session.id)
 
