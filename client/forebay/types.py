@@ -93,7 +93,9 @@ class CommitReceipt:
     """A writer's part is promised at `level`: "cache", or the tiers of `through`, or both ("cache+pfs").
 
     `checkpoint_complete` says that with it the whole checkpoint is complete in the cache; `transient` that by policy this run
-    stays in the cache and is never drained; `through` that shards went past the failing cache to these tiers, "" for none.
+    stays in the cache and is never drained; `through` that shards went past the failing cache to these tiers, "" for none. A
+    transient one whose parts go through several nodes is complete on none of them: it is held in their caches, and no node can
+    restore it as a whole.
     """
 
     level: str

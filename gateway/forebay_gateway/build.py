@@ -27,6 +27,7 @@ from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
 from forebay_gateway.paths.admit import budget_of, capacity_of, watch_quotas
+from forebay_gateway.paths.announce import Announcer
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.care.mend import Mender
@@ -38,7 +39,7 @@ from forebay_gateway.paths.care.space import Space
 from forebay_gateway.paths.care.tier_scrub import TierScrubber
 from forebay_gateway.paths.care.verify import Verifier
 from forebay_gateway.paths.commit import CommitPath
-from forebay_gateway.paths.complete import Announcer, Completion
+from forebay_gateway.paths.complete import Completion
 from forebay_gateway.paths.drain import Drain, held_setting
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.expire import Expiry

@@ -490,10 +490,35 @@ def test_a_checkpoint_of_several_is_skipped_only_once_all_of_it_is_here() -> Non
     feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=10.0))
     several = feed.save("r", 0.0, parts=2, may_skip=False)
     feed.save("r", 0.0)
-    feed.queue.whole_here(several)
+    feed.queue.decides(several)
     found = feed.queue.decide(11.0)
     assert isinstance(found, Skip)
     assert (found.session_id, found.orders) == (several, (1, 2))
+
+
+def test_what_another_node_decides_on_rests_until_it_has() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(every=3, defer_max_s=50.0))
+    first, second = (feed.save("r", 0.0, may_skip=False) for _ in range(2))
+    for session in (first, second):
+        feed.queue.awaits(session)
+    assert feed.queue.decide(1000.0) == Idle(None)  # neither its age nor a newer one that is here lets it go
+    assert [(entry.state, entry.until_s) for entry in feed.queue.entries()] == [("awaiting", 0.0)] * 2
+    feed.queue.goes(second)
+    assert feed.sent(1001.0) == [second]
+    third = feed.save("r", 1002.0)  # by this node's own cadence it would wait
+    feed.queue.goes(third)
+    assert feed.sent(1003.0) == [third]
+    assert feed.queue.decide(1004.0) == Idle(None)
+    feed.queue.decides(first)
+    assert isinstance(feed.queue.decide(1005.0), Skip)
+
+
+def test_what_goes_by_decision_is_not_skipped() -> None:
+    feed = Feed(run_rules=lambda run: RunRules(skip_superseded=True, lag_s=10.0))
+    old = feed.save("r", 0.0)
+    feed.queue.goes(old)
+    new = feed.save("r", 0.0)
+    assert feed.sent(100.0) == [old, new]
 
 
 def test_what_people_see_of_the_queue() -> None:

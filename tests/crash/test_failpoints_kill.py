@@ -66,6 +66,8 @@ ELSEWHERE = {
     ),
     "handover.mark_taken": "crash/test_failpoints_kill.py",
     "handover.token_left": "crash/test_failpoints_kill.py",
+    "leavings.records_gone": "integration/test_joint_drain.py",
+    "leavings.shards_gone": "integration/test_joint_drain.py",
     "mend.fetched": "integration/test_care_interrupts.py",
     "posix.document_replaced": "integration/test_care_interrupts.py",
     "recover.lost": "crash/test_failpoints_kill.py",
@@ -74,6 +76,8 @@ ELSEWHERE = {
     "repair.copy_marked": "integration/test_care_interrupts.py",
     "repair.document_written": "integration/test_care_interrupts.py",
     "repair.file_marked": "integration/test_care_interrupts.py",
+    "verdict.before_write": "integration/test_joint_drain.py",
+    "verdict.written": "integration/test_joint_drain.py",
     "write.refused": "crash/test_failpoints_kill.py",
     **dict.fromkeys(
         [

@@ -1,5 +1,6 @@
 """What was left out on tiers, or goes to none by policy: it is never lost for it, and takes no space for ever."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.core.records import CheckpointRow, PublishState, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.states import CopyEvent, ShardEvent, ShardState
-from forebay_gateway.paths import evict, order
+from forebay_gateway.paths import evict, joint, order
 from forebay_gateway.paths.health import Health
 from forebay_gateway.paths.safety import copy_lost, expendable_bytes
 from paths.order_kit import RUN, SHARD, SmallNode
@@ -29,7 +30,7 @@ def shard(node: SmallNode, step: int) -> ShardRow:
 async def lag(node: SmallNode, tier: str = "near") -> None:
     """What waits has waited for so long that it may be left out."""
     await node.drains[tier].order.catch_up()
-    await node.clock.advance(order.LAG_S + 1)
+    await node.clock.advance(joint.LAG_S + 1)
 
 
 async def test_the_only_copy_on_an_optional_tier_is_lost_so_the_cache_keeps_its_own(tmp_path: Path) -> None:
@@ -148,8 +149,11 @@ async def test_a_step_that_is_saved_again_frees_the_space_of_its_first_try(tmp_p
         assert row is not None and row.state is ShardState.EVICTABLE
 
 
-async def test_a_checkpoint_of_several_nodes_is_not_held_back_once_a_newer_one_is_here(tmp_path: Path) -> None:
+async def test_where_nodes_cannot_agree_nothing_of_theirs_is_held_back_once_a_newer_one_is_here(tmp_path: Path) -> None:
     async with SmallNode(tmp_path, near="every = 3") as node:
+        tier = node.node.tiers["near"].tier
+        assert tier.capabilities is not None
+        tier.capabilities = replace(tier.capabilities, conditional_replace=False)
         for step in (1, 2, 3):
             await node.save(step, writers=2)
             await node.node.catalog.write(partial(note_other, node.session(step).id))

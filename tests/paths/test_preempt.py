@@ -8,7 +8,7 @@ import pytest
 from forebay_gateway.cache.layout import CLEAN
 from forebay_gateway.core.errors import DiskFull, NotFound
 from forebay_gateway.core.schedule_rows import Kind
-from forebay_gateway.paths import order
+from forebay_gateway.paths import joint, order
 from forebay_gateway.paths.care.passes import YIELD_S
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.preempt import STILL_S, Preemption
@@ -107,7 +107,7 @@ async def test_what_was_left_out_goes_after_all_at_a_preemption(tmp_path: Path) 
         await node.save(1)
         await node.save(2)
         await node.drains["near"].order.catch_up()
-        await node.clock.advance(order.LAG_S + 1)
+        await node.clock.advance(joint.LAG_S + 1)
         assert await node.batches() == ["2"]
         await order.promote(node.node, RUN, 1)
         assert await node.batches() == ["1"]

@@ -122,6 +122,8 @@ def _say_saved(done: SaveSummary) -> None:
         say(f"written through to {done.through}: the cache's disk fails, so the bytes are not in the cache")
     if done.transient:
         say("transient: by policy it stays in the cache, goes to no tier, and is the first to be dropped")
+        if not done.checkpoint_complete:
+            say("parts that go through other nodes stay in their caches: it can be restored as a whole only where all of it is")
 
 
 def _say_restored(done: RestoreSummary, verb: str) -> None:

@@ -4,6 +4,7 @@ Owns the keys of a gateway's own documents; those of checkpoints are forebay_wir
 tier maps them to paths or object keys.
 """
 
+from hashlib import sha256
 from urllib.parse import quote, unquote
 
 from forebay_wire.keys import MANIFEST_NAME, manifest_key, parse_step_dir, session_dir, shard_key, step_dir
@@ -21,11 +22,13 @@ __all__ = [
     "session_dir",
     "shard_key",
     "step_dir",
+    "verdicts_key",
 ]
 
 CONTROL_DIR = RESERVED_PREFIX
 CURRENT_NAME = "current"
 RUNS_DIR = "runs"
+VERDICTS_DIR = "verdicts"
 RUN_PIECE = 200
 
 
@@ -42,6 +45,11 @@ def current_key(run: str, step: int) -> str:
 def announce_key(run: str, step: int, session: str, writer: int) -> str:
     """The record that one writer's part is durable in some node's cache."""
     return f"{CONTROL_DIR}/announce/{session_dir(run, step, session)}/{writer}.json"
+
+
+def verdicts_key(run: str) -> str:
+    """Which of the run's checkpoints go to this tier, where the nodes that save them must all do the same."""
+    return f"{CONTROL_DIR}/{VERDICTS_DIR}/{sha256(run.encode()).hexdigest()[:32]}.json"
 
 
 def run_key(run: str) -> str:

@@ -15,8 +15,8 @@ For operators, the rules in their order:
 7.  *Cadence*: with `every = N` a periodic checkpoint goes when N have come since the last one that went, with `min_interval`
     when so much time has passed. Until then it is held back, and does not count as waiting. One that has not begun to go when
     a newer complete checkpoint of its run is here is *skipped*. One that nothing supersedes for `defer_max` goes after all: a
-    job that ended without a final save still gets its last state out. One that may not be skipped (rule 9, or its writers use
-    several nodes) goes once a newer one is here: held back, they would pile up in the cache.
+    job that ended without a final save still gets its last state out. One that may not be skipped (rule 9, or nobody can
+    decide for all of its nodes) goes once a newer one is here: held back, they would pile up in the cache.
 8.  *Lag*: with `skip_superseded`, a periodic checkpoint that has waited for `lag` and is superseded by a newer complete one
     is skipped, so that the newest state gets out soonest. The newer one takes over the time for which it has waited. One that
     is held supersedes nothing.
@@ -25,8 +25,8 @@ For operators, the rules in their order:
 
 "Newer" means committed later, not a higher step: a job that went back to an older step saves its newest state there.
 
-A checkpoint of several nodes is skipped by one of them, or it would end as a half: parts on the others come with `may_skip`
-False, and `forget` drops what the deciding node has skipped.
+A checkpoint of several nodes is decided on by one of them, or it would end as a half: on the others it `awaits` the decision,
+which is no waiting as far as the rules above are concerned; then it `goes`, by whatever rule here, or is dropped by `forget`.
 
 How a drain uses it:
 
@@ -39,21 +39,19 @@ Costs: heaps all through, nothing is scanned; entries that became stale are drop
 Does not own batches, bandwidth, concurrency, or what is written to the catalog.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from heapq import heappop, heappush
-from itertools import count
 from math import inf
 
+from forebay_gateway.core.schedule_heaps import Heaps, Queue
 from forebay_gateway.core.schedule_rows import (
     Checkpoint,
     Entry,
     Idle,
     Kind,
-    Lane,
     Next,
     Part,
     Rules,
-    Run,
     RunRules,
     Skip,
     Waiting,
@@ -62,34 +60,10 @@ from forebay_gateway.core.schedule_rows import (
 __all__ = ["Entry", "Idle", "Kind", "Next", "Part", "Rules", "RunRules", "Scheduler", "Skip"]
 
 RUNS_REMEMBERED_MAX = 4096
-TIMERS_AT_ONCE = 64  # so that many pauses that end together do not make one decision long
 
 
-class _Class:
-    """The lanes of one class: a heap by (round, deadline), and how far the class is in virtual bytes."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[int, float, int, int, Lane]] = []
-        self.virtual = 0.0
-
-
-class Scheduler:
+class Scheduler(Heaps):
     """The drain queue of one tier. Methods that name a part or session that is not here do nothing: it went meanwhile."""
-
-    def __init__(self, rules: Rules | None = None, run_rules: Callable[[str], RunRules] = lambda run: RunRules()) -> None:
-        self._rules = rules or Rules()
-        self._run_rules = run_rules
-        self._parts: dict[int, Waiting] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}
-        self._runs: dict[str, Run] = {}
-        self._classes = {kind: _Class() for kind in sorted(Kind)}
-        self._ages: list[tuple[float, int, int, Lane]] = []
-        self._timers: list[tuple[float, int, Waiting | Checkpoint]] = []
-        self._skips: list[tuple[float, int, Checkpoint]] = []
-        self._favoured: list[tuple[int, int]] = []  # (turn, order)
-        self._count = count(1)
-        self._held = False
-        self._debt = 0.0  # bytes that overdue parts got beyond what others got meanwhile
 
     def __len__(self) -> int:
         """Parts that are here."""
@@ -148,12 +122,26 @@ class Scheduler:
         checkpoint.run.finished.pop(session_id, None)
         checkpoint.run.no_more_complete(checkpoint)
 
-    def whole_here(self, session_id: int) -> None:
-        """All parts of the checkpoint are on this node, so this node decides on it."""
+    def decides(self, session_id: int) -> None:
+        """This node decides on the checkpoint: all of it is here, or it does so for the others."""
         checkpoint = self._checkpoints.get(session_id)
-        if checkpoint is not None and not checkpoint.may_skip:
-            checkpoint.may_skip = True
-            self._may_skip(checkpoint)
+        if checkpoint is not None and (checkpoint.awaits or not checkpoint.may_skip):
+            checkpoint.may_skip, checkpoint.awaits = True, False
+            self._look_again(checkpoint)
+
+    def awaits(self, session_id: int) -> None:
+        """Another node decides on it, and has not yet: nothing of it begins to go before."""
+        checkpoint = self._checkpoints.get(session_id)
+        if checkpoint is not None and (checkpoint.goes or not checkpoint.awaits):
+            checkpoint.awaits, checkpoint.may_skip, checkpoint.goes = True, False, False
+            self._look_again(checkpoint)
+
+    def goes(self, session_id: int) -> None:
+        """It was decided for all nodes that the checkpoint goes: it is neither skipped nor held back any more."""
+        checkpoint = self._checkpoints.get(session_id)
+        if checkpoint is not None and not checkpoint.goes:
+            checkpoint.goes, checkpoint.awaits = True, False
+            self._look_again(checkpoint)
 
     def gone(self, order: int) -> None:
         """Nothing of the part is pending any more: it came to the tier another way."""
@@ -217,7 +205,9 @@ class Scheduler:
     def rests(self, order: int) -> bool:
         """Whether the part stays here by a rule or an operator's word: no sign that the drain stands."""
         waiting = self._parts.get(order)
-        return waiting is not None and (self._held or waiting.held or waiting.checkpoint.deferred_until_s > 0)
+        if waiting is None:
+            return False
+        return self._held or waiting.held or waiting.checkpoint.awaits or waiting.checkpoint.deferred_until_s > 0
 
     def entries(self) -> list[Entry]:
         """What is here, by checkpoint, as the rules would have it go by class and commit. Looks at everything: for people."""
@@ -347,7 +337,7 @@ class Scheduler:
         self._debt = 0.0
         return None
 
-    def _fair(self, queue: _Class, now_s: float) -> Waiting | None:
+    def _fair(self, queue: Queue, now_s: float) -> Waiting | None:
         while queue.heap:
             entry = queue.heap[0]
             lane = entry[4]
@@ -381,7 +371,9 @@ class Scheduler:
         return None
 
     def _is_skippable(self, checkpoint: Checkpoint) -> bool:
-        if checkpoint.kind is not Kind.PERIODIC or checkpoint.started or checkpoint.pinned or not checkpoint.may_skip:
+        if checkpoint.kind is not Kind.PERIODIC or checkpoint.started or checkpoint.pinned:
+            return False
+        if checkpoint.goes or not checkpoint.may_skip:
             return False
         waiting = [self._parts[order] for order in checkpoint.parts]
         return not any(part.held or part.turn for part in waiting)
@@ -405,35 +397,11 @@ class Scheduler:
         if until_s <= now_s:
             return False
         checkpoint.deferred_until_s = until_s
-        heappush(self._timers, (until_s, next(self._count), checkpoint))
+        if until_s < inf:
+            heappush(self._timers, (until_s, next(self._count), checkpoint))
         return True
 
-    def _upcoming_s(self) -> float | None:
-        while self._timers and not self._timers[0][2].waits_for(self._timers[0][0]):
-            heappop(self._timers)
-        return min((heap[0][0] for heap in (self._timers, self._skips) if heap), default=None)
-
-    def _wake(self, now_s: float) -> None:
-        for _ in range(TIMERS_AT_ONCE):
-            if not self._timers or self._timers[0][0] > now_s:
-                return
-            until_s, _, found = heappop(self._timers)
-            if not found.waits_for(until_s):
-                continue
-            if isinstance(found, Waiting):
-                found.paused_until_s = 0.0
-                self._list_part(found)
-            else:  # its wait begins now, as far as rule 3 is concerned
-                found.waits_since_s, found.deferred_until_s = until_s, 0.0
-                self._list_checkpoint(found)
-
-    # -- heaps ---------------------------------------------------------------------------------------------------------
-
-    def _run(self, name: str) -> Run:
-        run = self._runs.get(name)
-        if run is None:
-            run = self._runs[name] = Run(name, self._run_rules(name))
-        return run
+    # -- checkpoints of runs -----------------------------------------------------------------------------------------------
 
     def _new_checkpoint(self, part: Part) -> Checkpoint:
         run = self._run(part.run)
@@ -465,55 +433,3 @@ class Scheduler:
             if not run.waiting and len(self._runs) > RUNS_REMEMBERED_MAX:
                 del self._runs[run.name]
         self._list_lane(checkpoint.lane)
-
-    def _head(self, lane: Lane) -> Waiting | None:
-        """The part that the lane gives next; drops what became stale."""
-        while lane.heap:
-            key, checkpoint = lane.heap[0][:3], lane.heap[0][4]
-            if checkpoint.lane is lane and checkpoint.listed == key and not checkpoint.deferred_until_s:
-                while checkpoint.ready:
-                    waiting = self._parts.get(checkpoint.ready[0])
-                    if waiting is not None and waiting.checkpoint is checkpoint:
-                        if waiting.ready:
-                            return waiting
-                        waiting.listed = False
-                    heappop(checkpoint.ready)
-            heappop(lane.heap)
-            if checkpoint.listed == key and checkpoint.lane is lane:
-                checkpoint.listed = None
-        return None
-
-    def _list_part(self, waiting: Waiting) -> None:
-        if waiting.ready and not waiting.listed:
-            waiting.listed = True
-            heappush(waiting.checkpoint.ready, waiting.part.order)
-        if waiting.ready and waiting.turn and not waiting.favoured:
-            waiting.favoured = True
-            heappush(self._favoured, (waiting.turn, waiting.part.order))
-        self._list_checkpoint(waiting.checkpoint)
-
-    def _list_checkpoint(self, checkpoint: Checkpoint) -> None:
-        lane = checkpoint.lane
-        key = (not checkpoint.started, checkpoint.deadline_s, checkpoint.order)
-        if checkpoint.ready and not checkpoint.deferred_until_s and checkpoint.listed != key:
-            checkpoint.listed = key
-            heappush(lane.heap, (*key, next(self._count), checkpoint))
-        self._list_lane(lane)
-
-    def _list_lane(self, lane: Lane) -> None:
-        waiting = self._head(lane)
-        if waiting is None:
-            lane.listed = lane.aged = None
-            return
-        queue, quantum = self._classes[lane.kind], self._rules.quantum_bytes
-        if lane.listed is None:  # it was silent: two rounds ahead of the others, and no more
-            lane.virtual = max(lane.virtual, queue.virtual - 2 * quantum)
-        checkpoint, order = waiting.checkpoint, waiting.part.order
-        listed = (int(lane.virtual // quantum), checkpoint.deadline_s, order)
-        if listed != lane.listed:
-            lane.listed = listed
-            heappush(queue.heap, (*listed, next(self._count), lane))
-        aged = (checkpoint.waits_since_s, order)
-        if aged != lane.aged:
-            lane.aged = aged
-            heappush(self._ages, (*aged, next(self._count), lane))

@@ -6,6 +6,7 @@ Owns the shapes and what can be said of one of them alone. The rules in words, a
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 
 class Kind(IntEnum):
@@ -178,6 +179,8 @@ class Checkpoint:
         self.started = False
         self.complete = False
         self.may_skip = True
+        self.awaits = False  # the decision of another node
+        self.goes = False  # was decided, for all nodes
         self.deferred_until_s = 0.0  # above 0: cadence holds it back
         self.parts: set[int] = set()
         self.ready: list[int] = []  # heap of orders
@@ -211,9 +214,13 @@ class Checkpoint:
         return bool(self.parts) and self.deferred_until_s == until_s
 
     def held_back_until_s(self) -> float:
-        """The time before which cadence lets it not go; 0 where it is due."""
+        """The time before which cadence lets it not go; 0 where it is due, infinity until another node has decided."""
         run, rules = self.run, self.run.rules
-        if self.kind is not Kind.PERIODIC or self.started or self.pinned or run.taken is None:
+        if self.kind is not Kind.PERIODIC or self.started or self.pinned or self.goes:
+            return 0.0
+        if self.awaits:
+            return inf
+        if run.taken is None:
             return 0.0
         if self.is_superseded and not self.may_skip:
             return 0.0
@@ -261,7 +268,8 @@ class Entry:
     kind: Kind
     parts: int
     copies: int  # not yet proved
-    state: str  # "going", "held", "deferred" (cadence), "paused" (its last try failed, or it waits for others), "waiting"
+    state: str  # "going", "held", "deferred" (cadence), "awaiting" (another node decides), "paused" (its last try failed, or
+    # it waits for others), "waiting"
     until_s: float  # of "deferred" and "paused"
     turn: int  # above 0: prioritised
 
@@ -273,6 +281,8 @@ class Entry:
             state = "going"
         elif any(part.held for part in parts):
             state = "held"
+        elif checkpoint.awaits:
+            state = "awaiting"
         elif checkpoint.deferred_until_s:
             state, until_s = "deferred", checkpoint.deferred_until_s
         elif all(part.paused_until_s for part in parts):

@@ -26,7 +26,7 @@ from forebay_gateway.paths.join import JOIN_PACKS_MIN, Joiner
 from forebay_gateway.paths.node import SHARD_BYTES, Node, is_undecided
 from forebay_gateway.paths.pages import all_shards, inside, let_go, page_of
 from forebay_gateway.paths.passing import note_leaving
-from forebay_gateway.paths.wholeness import complete_at_cache
+from forebay_gateway.paths.wholeness import complete_at_cache, has_all_parts
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_wire.manifest import PackEntry, PartRecord, ShardEntry
 from forebay_wire.names import file_and_directory
@@ -119,7 +119,9 @@ class CommitPath:
             session = txn.session(session_id)
             if session is None:
                 return Committed(session_id, False, levels=levels)
-            return Committed(session_id, complete_at_cache(txn, session), session.is_transient, levels)
+            # What goes to no tier is complete only for who has all of it here.
+            whole = has_all_parts if session.is_transient else complete_at_cache
+            return Committed(session_id, whole(txn, session), session.is_transient, levels)
 
     @contextlib.asynccontextmanager
     async def _turn(self, session_id: int, writer: int) -> AsyncIterator[None]:

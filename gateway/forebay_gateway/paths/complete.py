@@ -26,6 +26,7 @@ from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.commit import whole_record
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.evictable import mark_evictable
+from forebay_gateway.paths.leavings import take_away
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.pins import is_going
@@ -44,7 +45,6 @@ LOOK_AT_ALL_S = 5.0
 REST_FACTOR = 20  # a look at all sessions takes at most this part of one core, however many there are
 SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
 READS_AT_ONCE = 16
-ANNOUNCE_S_MIN = 0.1
 RUNS_REMEMBERED_MAX = 10_000
 STEP_GOES_S_MAX = 600.0  # several turns of retention; whoever was taking something from the step's place has ended by then
 
@@ -75,6 +75,11 @@ class Completion:
         seconds until the next."""
         if not self._tier.usable:
             return None
+        try:
+            verdicts_s = await self._drain.order.joint.step()
+        except ForebayError as error:
+            self._tier.failed(error)
+            return WATCH_S_MIN
         began_s = self._node.clock.monotonic()
         at_all = began_s >= self._look_at_all_s
         for looked, session_id in enumerate(self._wanted(began_s, at_all)):
@@ -107,8 +112,9 @@ class Completion:
         if at_all:
             self._look_at_all_s = now_s + max(LOOK_AT_ALL_S, REST_FACTOR * (now_s - began_s))
         if not self._next_look_s:
-            return None
-        return max(0.0, min(WATCH_S_MAX, min(self._next_look_s.values()) - now_s))
+            return verdicts_s
+        pause_s = min(WATCH_S_MAX, min(self._next_look_s.values()) - now_s)
+        return max(0.0, pause_s if verdicts_s is None else min(pause_s, verdicts_s))
 
     def _wanted(self, now_s: float, at_all: bool) -> list[int]:
         """The sessions to look at: those that were told of, then those whose time has come, or all."""
@@ -133,7 +139,9 @@ class Completion:
 
     async def _advance(self, session: SessionRow) -> bool:
         """Move one session on; True when it is finished on this tier."""
-        session = await self._look_back(session)
+        session, joint = await self._look_back(session), self._drain.order.joint
+        if session.id in joint.to_clean:
+            return await self._clear(session)
         with self._node.catalog.read() as txn:
             parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
             ready = [part for part in parts if self._part_verified(txn, part)]
@@ -144,6 +152,9 @@ class Completion:
         first_s = self._node.first_seen_s.setdefault(session.id, now_s)
         if now_s < self._next_look_s.get(session.id, 0.0) and len(ready) < session.writers:
             return False
+        if joint.is_awaited(session.id) and not ready:  # while it is not decided whether it goes, no manifest can name it
+            self._look_later(session.id)
+            return False
         mine = any(part.writer == 0 for part in parts)
         if mine or (parts and now_s - first_s >= self._node.config.node.takeover_after):
             finished = await self._try_to_complete(session, {part.writer for part in ready})
@@ -152,8 +163,19 @@ class Completion:
         if finished:
             self._forget(session.id)
         else:
+            if len(ready) == len(parts) and now_s - first_s >= self._node.config.node.takeover_after:
+                await joint.look_if_stuck(session)
             self._look_later(session.id)
         return finished
+
+    async def _clear(self, session: SessionRow) -> bool:
+        """It was left out for all nodes, and something of it is here already."""
+        if not await take_away(self._node, self._tier, session):
+            self._look_later(session.id)
+            return False
+        await self._drain.order.left_out(session.id)
+        self._forget(session.id)
+        return True
 
     def _look_later(self, session_id: int) -> None:
         pause_s = min(WATCH_S_MAX, self._watch_s.get(session_id, WATCH_S_MIN / 1.5) * 1.5)
@@ -420,85 +442,3 @@ class Completion:
             return
         for writer in range(session.writers):
             await self._tier.tier.delete(announce_key(session.run, session.step, session.session, writer))
-
-
-class Announcer:
-    """Tells other nodes, through the shared tiers, which parts are durable in this node's cache, and learns of theirs.
-
-    Only for checkpoints of several writers. Best effort: nothing depends on it but `wait("cache")` and what people see early.
-    """
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._told: set[tuple[int, int]] = set()
-        self._next_s = float("-inf")
-
-    async def step(self) -> float | None:
-        """Announce new parts, look for others'; returns the pause in seconds."""
-        tiers = [tier for tier in self._node.usable_tiers() if tier.tier.kind != "memory"]
-        if not tiers:
-            return 2.0
-        began_s = self._node.clock.monotonic()
-        if (left_s := self._next_s - began_s) > 0:
-            return left_s
-        waiting = False
-        found = await self._unfinished()
-        now_s = self._node.clock.monotonic()
-        self._next_s = now_s + max(ANNOUNCE_S_MIN, REST_FACTOR * (now_s - began_s))
-        for session, parts in found:
-            tier = next((tier for tier in tiers if session.goes_to(tier.name)), None)
-            if tier is None:
-                continue
-            try:
-                for part in parts:
-                    if (session.id, part.writer) not in self._told:
-                        await self._announce(tier, session, part)
-                waiting = await self._learn(tier, session, {part.writer for part in parts}) or waiting
-            except ForebayError as error:
-                tier.failed(error)
-                return 2.0
-        return 0.5 if waiting else None
-
-    async def _unfinished(self) -> list[tuple[SessionRow, list[PartRow]]]:
-        """Sessions that are on no tier yet and whose writers have not all committed here, with the parts that are here."""
-        with self._node.catalog.read() as txn:
-            ids = list(dict.fromkeys(each for tier in self._node.tier_names for each in txn.unpublished_ids(tier)))
-        found = []
-        for begin in range(0, len(ids), SESSIONS_AT_ONCE):
-            with self._node.catalog.read() as txn:
-                for session_id in ids[begin : begin + SESSIONS_AT_ONCE]:
-                    session = txn.session(session_id)
-                    if session is None or txn.session_sums(session_id).committed >= session.writers:
-                        continue
-                    committed = [part for part in txn.parts(session_id) if part.state is PartState.COMMITTED]
-                    found.append((session, [part for part in committed if not part.is_adopted]))
-            await asyncio.sleep(0)
-        here = {session.id for session, _ in found}
-        self._told = {told for told in self._told if told[0] in here}
-        return found
-
-    async def _announce(self, tier: MonitoredTier, session: SessionRow, part: PartRow) -> None:
-        body = {"node": self._node.id, "writer": part.writer, "shards": part.visible_count, "size": part.visible_size}
-        key = announce_key(session.run, session.step, session.session, part.writer)
-        await tier.tier.put_small(key, json.dumps(body, sort_keys=True).encode())
-        self._told.add((session.id, part.writer))
-
-    async def _learn(self, tier: MonitoredTier, session: SessionRow, here: set[int]) -> bool:
-        """Note other nodes' parts; True while some writer has not been heard of."""
-        missing = set(range(session.writers)) - here - set(session.known_parts)
-        if not missing:
-            return False
-        listing = await tier.tier.list(announce_key(session.run, session.step, session.session, 0).rpartition("/")[0])
-        found: dict[int, str] = {}
-        for info in listing.objects:
-            stem = info.key.rpartition("/")[2].removesuffix(".json")
-            if stem.isdigit() and int(stem) in missing:
-                document, _ = await tier.tier.get_small(info.key)
-                try:
-                    found[int(stem)] = str(json.loads(document)["node"])
-                except (ValueError, KeyError, TypeError):
-                    continue
-        if found:
-            await self._node.catalog.write(lambda txn: txn.note_parts(session.id, found))
-            self._node.changes.tell(session.id)
-        return bool(missing - set(found))

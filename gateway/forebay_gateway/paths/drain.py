@@ -28,6 +28,7 @@ from forebay_gateway.paths.fleet import not_before_s
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.order import BATCH_BYTES_MAX, BLOCKED_S, Order
 from forebay_gateway.paths.safety import let_go
+from forebay_gateway.paths.verdicts import Unsaid
 from forebay_gateway.tiers.base import StorageFull
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -77,7 +78,11 @@ class Drain:
             self._verified()
         if self._tier.held:
             return IDLE_S
-        items, wait_s = await self._next_batch()
+        try:
+            items, wait_s = await self._next_batch()
+        except Unsaid as error:  # the other nodes of a checkpoint could not be told what was decided
+            self._tier.failed(error.cause)
+            return RETRY_S_MIN
         if not items:
             return wait_s
         keys = await self._begin(items)
@@ -169,6 +174,8 @@ class Drain:
             if decision.order in seen or (items and decision.session_id != items[0].session_id):
                 break
             seen.add(decision.order)
+            if not await self.order.may_begin(decision):
+                continue
             items += self._batch_of(decision, len(items), sum(item.size for item in items))
             if len(items) >= BATCH_SHARDS_MAX or sum(item.size for item in items) >= BATCH_BYTES_MAX:
                 break
@@ -281,6 +288,7 @@ class Drain:
     def forget_session(self, session_id: int) -> None:
         """It is complete or gone."""
         self._recorded_elsewhere.pop(session_id, None)
+        self.order.joint.ended(session_id)
 
     def take_moved(self) -> set[int]:
         """Sessions with copies that were proved on this tier since the last time."""

@@ -19,7 +19,15 @@ from forebay_gateway.core.layout import CONTROL_DIR, RUNS_DIR, manifest_key, par
 from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import describe_missing, is_cached, is_complete, knows_copies, missing_parts, sessions_of
+from forebay_gateway.paths.wholeness import (
+    describe_missing,
+    describe_spread,
+    is_cached,
+    is_complete,
+    knows_copies,
+    missing_parts,
+    sessions_of,
+)
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError, ShardEntry
 from forebay_wire.names import InvalidName, check_run
@@ -186,10 +194,13 @@ class Finder:
             sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
             newest = sessions[-1] if sessions else None
             missing = () if newest is None else missing_parts(txn, newest)
+            spread = "" if newest is None else describe_spread(txn, newest)
         if newest is not None and missing:
             return Incomplete(describe_missing(missing), missing=missing, run=run, step=step)
         if newest is not None and newest.reason and checkpoint is not None and not checkpoint.deleting:
             return Incomplete(f"incomplete: {newest.reason}", run=run, step=step)
+        if spread and checkpoint is not None and not checkpoint.deleting:
+            return Incomplete(f"incomplete: {spread}", run=run, step=step)
         away = self._unreachable()
         if away:
             return Unavailable(

@@ -22,22 +22,28 @@ from functools import partial
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import NotFound
 from forebay_gateway.core.records import CheckpointRow, PartRow, PartState, PendingCopy, PublishState, SessionRow, ShardKey
-from forebay_gateway.core.schedule import Entry, Idle, Kind, Next, Part, Rules, RunRules, Scheduler, Skip
+from forebay_gateway.core.schedule import Entry, Idle, Kind, Next, Part, Rules, Scheduler, Skip
+from forebay_gateway.paths.announce import own_writers, withdraw
 from forebay_gateway.paths.evictable import mark_evictable
+from forebay_gateway.paths.joint import Joint, Stance, all_here, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import page_of
 from forebay_gateway.paths.skip import (
+    Followed,
     Taken,
     begin_skip,
     cadence_setting,
     end_unskip,
+    follow_skip,
     is_sound,
+    may_be_left_out,
     must_go,
     note_taken,
     outdo,
     skip_some,
     unskip_some,
 )
+from forebay_gateway.paths.verdicts import Unsaid
 
 log = logging.getLogger("forebay.order")
 
@@ -48,7 +54,6 @@ PARTS_MAX = 50_000  # known at a time, some 50 MiB; more wait in the index until
 LOOK_AGAIN_S = 5.0
 REST_FACTOR = 20  # a look at all parts takes at most this part of one core, however many there are
 BLOCKED_S = 1.0  # until a part whose shards must wait for something else is looked at again, where nothing tells before
-LAG_S = 60.0  # a checkpoint that has waited for this long may be left out, where policy.skip says so
 
 
 class Order:
@@ -59,24 +64,20 @@ class Order:
         self._tier = tier
         self._hinted: set[int] = set()
         self._out: dict[ShardKey, int] = {}  # copies handed out: their part
+        self.joint = Joint(node, tier)
         self._kept: set[int] = set()  # sessions that the catalog did not let be left out, until something is told
         node.changes.listen_sessions(self._hint)
         node.resting[tier] = self.rests
         self._begin()
 
     def _begin(self) -> None:
-        self._scheduler = Scheduler(Rules(quantum_bytes=QUANTUM_BYTES), self._rules_of)
+        self._scheduler = Scheduler(Rules(quantum_bytes=QUANTUM_BYTES), partial(rules_of, self._node, self._tier))
         self._blocked: dict[int, set[int]] = {}  # session: parts that wait for something else
         self._resumed: dict[str, Taken | None] = {}
         self._load_at_s = float("-inf")
 
     def _hint(self, session_id: int) -> None:
         self._hinted.add(session_id)
-
-    def _rules_of(self, run: str) -> RunRules:
-        policy = self._node.policy(run)
-        every = policy.every or next(tier.every for tier in self._node.config.tiers if tier.name == self._tier)
-        return RunRules(every.count, every.interval_s, skip_superseded=policy.skip, lag_s=LAG_S)
 
     def reload(self) -> None:
         """Rules have changed: what waits is looked at again by the new ones."""
@@ -95,6 +96,8 @@ class Order:
                 goes_after_all = self._look_at(txn, session_id, turns)
             await (self.unskip(session_id) if goes_after_all else asyncio.sleep(0))
         self._prioritise(turns)
+        for session_id in list(self.joint.to_follow):
+            await self._follow(session_id)
 
     def decide(self) -> Next | Skip | Idle:
         """What the rules say now."""
@@ -144,13 +147,34 @@ class Order:
 
     def begun(self, txn: WriteTxn, session: SessionRow) -> None:
         """Part of the transaction that hands out a batch: the cadence counts from this checkpoint on."""
-        if self._rules_of(session.run).has_cadence:
+        if rules_of(self._node, self._tier, session.run).has_cadence:
             note_taken(txn, cadence_setting(self._tier, session.run), session.commit_seq, self._node.clock.wall())
 
+    async def may_begin(self, part: Next) -> bool:
+        """Whether a batch of the part may be handed out: of a checkpoint of several nodes, what this node has decided is said
+        to the others before. Raises Unsaid."""
+        if part.session_id not in self.joint.claims:
+            return True
+        with self._node.catalog.read() as txn:
+            session = txn.session(part.session_id)
+        if session is None:
+            return True
+        if self.joint.holds_back(session):
+            self.blocked(part, BLOCKED_S)
+            return False
+        if await self.joint.say(session, goes=True):
+            self._scheduler.goes(session.id)
+            return True
+        await self._follow(session.id)
+        return False
+
     async def skip(self, decision: Skip) -> bool:
-        """Leave a checkpoint out, in the catalog; False where that is not so any more: then all is looked at anew."""
-        cadence = cadence_setting(self._tier, decision.run) if self._rules_of(decision.run).has_cadence else ""
-        act = partial(begin_skip, decision.session_id, self._tier, decision.reason, cadence)
+        """Leave a checkpoint out, in the catalog; False where that is not so any more: then all is looked at anew. Raises
+        Unsaid where the other nodes that save it could not be told."""
+        if decision.session_id in self.joint.claims and not await self._agreed(decision):
+            self._begin()
+            return False
+        act = partial(begin_skip, decision.session_id, self._tier, decision.reason, self._cadence(decision.run))
         if not await self._node.catalog.write(act):
             self._kept.add(decision.session_id)
             self._begin()
@@ -158,6 +182,46 @@ class Order:
         log.info("left out run=%s step=%s tier=%s reason=%s", decision.run, decision.step, self._tier, decision.reason)
         await self._end_skip(decision.session_id)
         return True
+
+    async def _agreed(self, decision: Skip) -> bool:
+        with self._node.catalog.read() as txn:
+            session = txn.session(decision.session_id)
+            may = session is not None and may_be_left_out(txn, session, self._tier)
+        if session is None or not may:
+            self._kept.add(decision.session_id)
+            return False
+        try:
+            return not await self.joint.say(session, goes=False, reason=decision.reason)
+        except Unsaid:
+            self._begin()  # the scheduler has let go of it
+            raise
+
+    def _cadence(self, run: str) -> str:
+        return cadence_setting(self._tier, run) if rules_of(self._node, self._tier, run).has_cadence else ""
+
+    async def _follow(self, session_id: int) -> None:
+        """It was decided for all nodes that the checkpoint is left out."""
+        self.joint.to_follow.discard(session_id)
+        with self._node.catalog.read() as txn:
+            session = txn.session(session_id)
+        verdict = None if session is None else self.joint.verdicts.of(session)
+        if session is None or verdict is None or verdict.goes:
+            return
+        act = partial(follow_skip, session_id, self._tier, verdict.reason, self._cadence(session.run))
+        followed = await self._node.catalog.write(act)
+        if followed is not Followed.DONE:
+            self._scheduler.awaits(session_id)
+            if followed is Followed.BEGUN:
+                self.joint.to_clean.add(session_id)
+        else:
+            log.info("left out, by %s run=%s step=%s tier=%s", verdict.node, session.run, session.step, self._tier)
+            await self.left_out(session_id)
+
+    async def left_out(self, session_id: int) -> None:
+        """The catalog says that a checkpoint of several nodes is left out here."""
+        self._scheduler.forget(session_id)
+        self.joint.ended(session_id)
+        await self._end_skip(session_id)
 
     async def _end_skip(self, session_id: int) -> None:
         while await self._node.catalog.write(partial(skip_some, session_id, self._tier)):
@@ -168,10 +232,13 @@ class Order:
         for number in () if row is None else row.session_ids:  # a newer one of the same step may be complete
             await self._node.catalog.write(partial(outdo, number, self._tier))
         await mark_evictable(self._node, session_id)  # it may be safe on other tiers, and had waited for this one alone
+        if session is not None and session.writers > 1 and session.is_cache_only:
+            await withdraw(self._node, session, own_writers(self._node, session))
         self._node.changes.tell(session_id)
 
     async def unskip(self, session_id: int) -> None:
         """A checkpoint that was left out goes after all."""
+        await self.joint.take_back(session_id)
         after: int | None = -1
         while after is not None:
             with contextlib.suppress(NotFound):  # deleted meanwhile
@@ -210,9 +277,10 @@ class Order:
         if session is None or part is None or checkpoint is None or checkpoint.deleting:
             return entry.order
         if session.publish.get(self._tier) is PublishState.SKIPPED:
-            half_skipped[session.id] = must_go(checkpoint, session)
+            half_skipped[session.id] = must_go(checkpoint, session) or self.joint.is_taken_back(session)
             return entry.order
         self._add(txn, checkpoint, session, part, turns)
+        self._take_stance(txn, checkpoint, session)
         self._note_completeness(txn, session)
         return entry.order
 
@@ -225,8 +293,8 @@ class Order:
         if session is None or checkpoint is None or checkpoint.deleting:
             self._scheduler.forget(session_id)
             return False
-        if session.publish.get(self._tier) is PublishState.SKIPPED and must_go(checkpoint, session):
-            return True
+        if session.publish.get(self._tier) is PublishState.SKIPPED:
+            return must_go(checkpoint, session) or self.joint.is_taken_back(session)
         if session.publish.get(self._tier) is PublishState.PENDING:
             for part in txn.parts(session_id):
                 if part.state is PartState.COMMITTED and not part.is_adopted and part.commit_seq not in self._scheduler:
@@ -236,8 +304,19 @@ class Order:
         orders = self._scheduler.orders(session_id)
         (self._scheduler.hold if checkpoint.held else self._scheduler.release)(orders)
         turns += [(checkpoint.turn, order) for order in orders if checkpoint.turn]
+        self._take_stance(txn, checkpoint, session)
         self._note_completeness(txn, session)
         return False
+
+    def _take_stance(self, txn: ReadTxn, checkpoint: CheckpointRow, session: SessionRow) -> None:
+        """Who decides on a session whose writers use several nodes, if not all of them."""
+        stance = self.joint.stance(txn, checkpoint, session)
+        if stance is Stance.GOES:
+            self._scheduler.goes(session.id)
+        elif stance is Stance.AWAITS:
+            self._scheduler.awaits(session.id)
+        elif stance is Stance.DECIDES and session.id not in self._kept:
+            self._scheduler.decides(session.id)
 
     def _add(
         self, txn: ReadTxn, checkpoint: CheckpointRow, session: SessionRow, part: PartRow, turns: list[tuple[int, int]]
@@ -271,7 +350,7 @@ class Order:
     def _resume(self, txn: ReadTxn, run: str) -> Taken | None:
         """Where the run's cadence stood when this process met it first."""
         if run not in self._resumed:
-            has_cadence = self._rules_of(run).has_cadence
+            has_cadence = rules_of(self._node, self._tier, run).has_cadence
             taken = self._resumed[run] = Taken.read(txn, cadence_setting(self._tier, run)) if has_cadence else None
             if taken is not None:
                 ago_s = max(0.0, self._node.clock.wall() - taken.wall_s)  # a clock that was set back delays, and no more
@@ -281,19 +360,11 @@ class Order:
     def _note_completeness(self, txn: ReadTxn, session: SessionRow) -> None:
         if is_sound(txn, session):
             self._scheduler.complete(session.id)
-            if session.id not in self._kept and _all_here(txn, session):
-                self._scheduler.whole_here(session.id)
+            if session.id not in self._kept and all_here(txn, session):
+                self._scheduler.decides(session.id)
 
     def _prioritise(self, turns: list[tuple[int, int]]) -> None:
         self._scheduler.prioritise(order for _, order in sorted(turns))
-
-
-def _all_here(txn: ReadTxn, session: SessionRow) -> bool:
-    """Whether every writer committed through this node: then it alone decides whether the checkpoint is left out, which several
-    nodes could do differently."""
-    if txn.session_sums(session.id).committed < session.writers:
-        return False
-    return all(part.state is PartState.COMMITTED and not part.is_adopted for part in txn.parts(session.id))
 
 
 async def promote(node: Node, run: str, step: int, kind: Kind = Kind.PREEMPTION) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from forebay_gateway.paths.newest import newest_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.order import promote
 from forebay_gateway.paths.skip import skipped_count
+from forebay_gateway.paths.wholeness import complete_at_cache
 
 LISTED_MAX = 1000  # of each tier
 ACTIONS = ("hold", "release", "retry", "prio")
@@ -81,6 +82,8 @@ class Queue:
             return f"the tier is {monitored.state.value}"
         if entry.state == "deferred":
             return "held back by its cadence"
+        if entry.state == "awaiting":
+            return "the node of writer 0 decides whether it goes"
         if entry.state == "paused":
             return "to be tried again, or waiting for others"
         if entry.state == "going":
@@ -129,7 +132,10 @@ class Queue:
     async def deleted(self, row: CheckpointRow) -> None:
         """A checkpoint is going: what is the run's newest complete one then goes to the tiers on which it was left out, since
         nothing newer goes there in its place."""
-        newest, _ = await newest_of(self._node, row.run)
+        newest, other = await newest_of(self._node, row.run)
+        if other is not None:  # newer still: it is complete as well where its other parts are in other nodes' caches
+            with self._node.catalog.read() as txn:
+                newest = other if complete_at_cache(txn, other) else newest
         if newest is not None:
             await self._let_go(newest)
 

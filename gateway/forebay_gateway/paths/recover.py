@@ -31,7 +31,7 @@ from forebay_gateway.core.errors import (
     StartupError,
     Unavailable,
 )
-from forebay_gateway.core.layout import announce_key, manifest_key, part_key, run_key
+from forebay_gateway.core.layout import announce_key, manifest_key, part_key, run_key, verdicts_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
 from forebay_gateway.core.schedule_rows import kind_named
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
@@ -41,6 +41,7 @@ from forebay_gateway.paths.drain import clear_upload, fail, proved, shard_item
 from forebay_gateway.paths.evict import finish_evicting
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.handover import take_clean
+from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import pages
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -391,6 +392,8 @@ async def recover_copies(node: Node, tier: MonitoredTier) -> None:
         await node.catalog.write(partial(clear_upload, key, tier.name))
     for run in dict.fromkeys(session.run for session in sessions):
         await tier.tier.sweep(run_key(run))
+        if may_leave_out(rules_of(node, tier.name, run)):
+            await tier.tier.sweep(verdicts_key(run))
     for session in sessions:
         await tier.tier.sweep(manifest_key(session.run, session.step))
         await tier.tier.sweep(part_key(session.run, session.step, session.session, 0))

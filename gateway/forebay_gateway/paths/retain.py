@@ -21,11 +21,14 @@ from forebay_gateway.core.layout import announce_key, current_key, manifest_key,
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths import marks
+from forebay_gateway.paths.announce import own_writers, withdraw
 from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import lift_pins, tell_pin
 from forebay_gateway.paths.safety import HELD_STATES, is_expendable
+from forebay_gateway.paths.verdicts import drop_verdicts, name_of
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -127,8 +130,13 @@ class Retention:
         required = self._node.required_tiers
         await self._mark(row, lambda txn, now: is_expendable(txn, now, required))
         sessions, shards = await self._content(row)
+        announced = [
+            (session, own_writers(self._node, session)) for session in sessions if session.is_transient and session.writers > 1
+        ]
         await uncut(self._out_of_cache(sessions, shards))
         await self._node.marks.ended(row.run, row.step)
+        for session, writers in announced:
+            await withdraw(self._node, session, writers)
         for session in sessions:
             self._node.changes.tell(session.id)
 
@@ -207,6 +215,9 @@ class Retention:
         await self._drop_manifest(tier, row, sessions)
         failpoints.hit("delete.manifest_gone")
         await self.shards_off_tier(tier, row, sessions, shards)
+        decided = [name_of(session) for session in sessions if session.writers > 1]
+        if decided and may_leave_out(rules_of(self._node, tier.name, row.run)):
+            await drop_verdicts(tier, row.run, decided)
         failpoints.hit("delete.off_tier")
 
     async def shards_off_tier(

@@ -12,6 +12,7 @@ the scheduler's to say (order.py); here it is asked once more whether that may b
 import hashlib
 import json
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 
 from forebay_gateway.catalog import ReadTxn, WriteTxn
@@ -26,28 +27,60 @@ COPIES_A_TRANSACTION = 2000
 def begin_skip(session_id: int, tier: str, reason: str, cadence: str, txn: WriteTxn) -> bool:
     """The decision; False where it does not hold any more. `cadence` names the setting that counts it, "" for none."""
     session = txn.session(session_id)
-    if session is None or not _may_be_left_out(txn, session, tier):
+    if session is None or not may_be_left_out(txn, session, tier):
         return False
+    _note_skip(txn, session_id, tier, reason, cadence)
+    return True
+
+
+def may_be_left_out(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    """Whether nothing keeps it, and something newer goes there in its place."""
+    row = txn.checkpoint(session.run, session.step)
+    if row is None or row.turn or not _may_leave(row, session, tier) or is_begun(txn, session, tier):
+        return False
+    return is_outrun(txn, session, tier)
+
+
+class Followed(Enum):
+    """What became of a decision of another node."""
+
+    DONE = "done"
+    KEPT = "kept"  # it is held, must go, or waits here no more
+    BEGUN = "begun"  # something of it lies on the tier, which has to be taken away first
+
+
+def follow_skip(session_id: int, tier: str, reason: str, cadence: str, txn: WriteTxn) -> Followed:
+    """The same by a decision for all nodes: whoever made it has seen that it may be left out."""
+    session = txn.session(session_id)
+    row = None if session is None else txn.checkpoint(session.run, session.step)
+    if session is None or row is None or not _may_leave(row, session, tier):
+        return Followed.KEPT
+    if is_begun(txn, session, tier):
+        return Followed.BEGUN
+    _note_skip(txn, session_id, tier, reason, cadence)
+    return Followed.DONE
+
+
+def _note_skip(txn: WriteTxn, session_id: int, tier: str, reason: str, cadence: str) -> None:
     txn.skip(session_id, tier, reason)
     name = skipped_setting(tier)
     txn.set_setting(name, b"%d" % (skipped_count(txn, tier) + 1))
     if cadence and (taken := Taken.read(txn, cadence)) is not None:
         taken.write(txn, cadence, skipped=taken.skipped + 1)
-    return True
 
 
-def _may_be_left_out(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
-    row = txn.checkpoint(session.run, session.step)
-    if row is None or row.deleting or row.held or row.turn or must_go(row, session):
+def _may_leave(row: CheckpointRow, session: SessionRow, tier: str) -> bool:
+    if row.deleting or row.held or must_go(row, session):
         return False
-    if session.publish.get(tier) is not PublishState.PENDING:
-        return False
-    if txn.session_progress(session.id, tier)[0] or txn.uploads_of(session.id, tier):  # it has begun to go
-        return False
-    return _is_superseded(txn, session, tier)
+    return session.publish.get(tier) is PublishState.PENDING
 
 
-def _is_superseded(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+def is_begun(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
+    """Whether something of it has begun to go there."""
+    return bool(txn.session_progress(session.id, tier)[0] or txn.uploads_of(session.id, tier))
+
+
+def is_outrun(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
     """Whether a newer complete checkpoint of the run is on the tier or on its way there. It is a later step as a rule, so these
     are looked at first."""
     rows = chain(txn.checkpoints(session.run, session.step + 1), txn.checkpoints(session.run))

@@ -14,7 +14,14 @@ from forebay_gateway.core.errors import MissingPart, NotFound
 from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState, SessionRow
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards, inside_of
-from forebay_gateway.paths.wholeness import describe_missing, is_complete, missing_parts, past_the_cache, sessions_of
+from forebay_gateway.paths.wholeness import (
+    describe_missing,
+    describe_spread,
+    is_complete,
+    missing_parts,
+    past_the_cache,
+    sessions_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
     missing = () if complete else missing_parts(txn, session)
     reason = session.reason or (describe_missing(missing) if missing else "")
     if not complete and not reason:
-        reason = "all parts are committed; they meet on a tier once drained"
+        reason = describe_spread(txn, session)
     return CheckpointView(
         session=session,
         state="complete" if complete else "incomplete",

@@ -30,6 +30,24 @@ def has_all_parts(txn: ReadTxn, session: SessionRow) -> bool:
     return txn.session_sums(session.id).committed >= session.writers
 
 
+def describe_spread(txn: ReadTxn, session: SessionRow) -> str:
+    """Where all parts are committed, but some through other nodes, and no tier has it yet or is to get it: one clause for
+    people, else empty. It is complete for nobody then: no node can read another one's cache."""
+    if is_complete(txn, session) or not session.commit_seq or missing_parts(txn, session):
+        return ""
+    if PublishState.PENDING in session.publish.values():
+        return "all parts are committed; they meet on a tier once drained"
+    if not session.is_cache_only:
+        return ""
+    nodes = len(set(session.known_parts.values())) + 1
+    here = txn.session_sums(session.id).committed
+    why = "by policy it goes to no tier" if session.is_transient else "it was left out on every tier"
+    return (
+        f"{why}: its parts are in the caches of {nodes} nodes, {here} of {session.writers} in this one's, and cannot be "
+        "restored as a whole"
+    )
+
+
 def is_cached(txn: ReadTxn, session: SessionRow) -> bool:
     """Whether every shard of every writer is in this node's cache."""
     sums = txn.session_sums(session.id)
