@@ -126,7 +126,7 @@ def test_what_cannot_be_saved_is_named_and_kept(memory_client: Client, under: Pa
 def test_the_gateway_is_away_at_the_end(real: RealGateway, under: Path) -> None:
     """Nothing is lost: the files stay, no sweep takes them, and they can be saved when it is back."""
     with Client(real.address, retry_timeout=0.3) as client:
-        with pytest.raises(forebay.Unavailable, match="the files are kept in ") as caught:  # noqa: SIM117
+        with pytest.raises(forebay.Unavailable, match="the files are kept in ") as caught:
             with forebay.directory("r", 3, client=client, under=under) as path:
                 files = _fill(path)
                 real.kill()
