@@ -125,11 +125,13 @@ def test_what_cannot_be_saved_is_named_and_kept(memory_client: Client, under: Pa
 @pytest.mark.expected_logs("the abort did not reach the gateway")
 def test_the_gateway_is_away_at_the_end(real: RealGateway, under: Path) -> None:
     """Nothing is lost: the files stay, no sweep takes them, and they can be saved when it is back."""
-    with Client(real.address, retry_timeout=0.3) as client:
-        with pytest.raises(forebay.Unavailable, match="the files are kept in ") as caught:
-            with forebay.directory("r", 3, client=client, under=under) as path:
-                files = _fill(path)
-                real.kill()
+    with (
+        Client(real.address, retry_timeout=0.3) as client,
+        pytest.raises(forebay.Unavailable, match="the files are kept in ") as caught,
+        forebay.directory("r", 3, client=client, under=under) as path,
+    ):
+        files = _fill(path)
+        real.kill()
     kept = Path(str(caught.value).rpartition("kept in ")[2].partition(";")[0])
     assert _tree(kept) == files
     real.start()
