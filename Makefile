@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # Three at a time, each file on one worker, the long ones not last: most tests wait for disks, processes and servers.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
 # Hours, not minutes: the full matrices, many rounds of kills, and each safeguard removed once. Writes tests/README.md's figures.
 ROUNDS ?= 200

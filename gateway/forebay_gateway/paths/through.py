@@ -46,7 +46,7 @@ from forebay_gateway.paths.passing import (
     version_of,
 )
 from forebay_gateway.paths.small import SmallShard, all_or_none
-from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath
+from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath, check_sizes
 from forebay_gateway.tiers.factory import open_stream, takes_stream
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_gateway.tiers.stream import Checksums, StreamOptions
@@ -326,13 +326,7 @@ class Passage:
 
     async def finish(self, size: int, crc: int) -> Receipt:
         """On the tier, proved, and in the catalog; or an error and nothing left."""
-        if size != self._offset or (self._size is not None and size != self._size):
-            raise InvalidArgument(
-                f"shard {self._name!r}: sizes differ",
-                trailer_size=size,
-                received_bytes=self._offset,
-                announced="none" if self._size is None else self._size,
-            )
+        check_sizes(self._name, size, self._offset, self._size)
         # From here on a client that goes away changes nothing: the catalog's answer decides what happens to the object.
         self._sealing = asyncio.ensure_future(self._seal(size, crc))
         return await asyncio.shield(self._sealing)

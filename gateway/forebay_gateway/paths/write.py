@@ -395,13 +395,7 @@ class Incoming:
 
     async def finish(self, size: int, crc: int) -> Receipt:
         """Durable, or an error and nothing left."""
-        if size != self._offset or (self._size is not None and size != self._size):
-            raise InvalidArgument(
-                f"shard {self._name!r}: sizes differ",
-                trailer_size=size,
-                received_bytes=self._offset,
-                announced="none" if self._size is None else self._size,
-            )
+        check_sizes(self._name, size, self._offset, self._size)
         # From here on a client that goes away changes nothing: the catalog's answer decides what happens to the file.
         self._sealing = asyncio.ensure_future(self._seal(size, crc))
         return await asyncio.shield(self._sealing)
@@ -443,6 +437,17 @@ def check_name(name: str) -> str:
         return check_shard_name(name)
     except InvalidName as error:
         raise InvalidArgument(str(error)) from error
+
+
+def check_sizes(name: str, size: int, received: int, announced: int | None) -> None:
+    """What the trailer says is what came, and what the header said where it did."""
+    if size != received or (announced is not None and size != announced):
+        raise InvalidArgument(
+            f"shard {name!r}: sizes differ",
+            trailer_size=size,
+            received_bytes=received,
+            announced="none" if announced is None else announced,
+        )
 
 
 def identity(part: PartRef, name: str) -> Identity:
