@@ -196,7 +196,7 @@ def _posix_cells() -> list[tuple[str, str]]:
     found = [(call, action) for call in calls for action in ("EIO", "ENOSPC", "EDQUOT", "ESTALE", "hang")]
     found = [each for each in found if not (each[0] in ("pread", "unlink") and each[1] in ("ENOSPC", "EDQUOT"))]
     found += [("pwrite", "short"), ("pread", "short"), ("pread", "flip")]
-    return found if SOAK else found[::12]
+    return found if SOAK else [*found[::12], ("pwrite", "ENOSPC")]
 
 
 @pytest.mark.parametrize(("call", "action"), _posix_cells())

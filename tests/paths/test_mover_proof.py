@@ -4,14 +4,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.tier_kit import CHUNK, BytesSource, blob
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.core.config_sections import TierConfig
-from forebay_gateway.movers.jobs import DrainJob, ItemDone, ItemFailed, Setup, ShardItem
-from forebay_gateway.movers.worker import JobRunner
-from forebay_gateway.tiers.base import ObjectInfo
+from forebay_gateway.core.errors import ForebayError, Unavailable
+from forebay_gateway.movers.jobs import DrainJob, Failure, ItemDone, ItemFailed, Setup, ShardItem
+from forebay_gateway.movers.worker import JobRunner, failure_of
+from forebay_gateway.tiers.base import ObjectInfo, StorageFull
 from forebay_gateway.tiers.memory import MemoryTier
 from forebay_wire.manifest import pack_chunk_crcs
 
@@ -57,3 +59,11 @@ async def test_what_put_did_not_prove_is_verified(tmp_path: Path, monkeypatch: p
     assert isinstance(answer, ItemFailed if damages else ItemDone)
     if damages:
         assert answer.failure.kind == "corrupt"
+
+
+@pytest.mark.parametrize("error", [StorageFull("no space left", act="write"), Unavailable("away", retry_after_s=2.0)])
+def test_whether_a_tier_is_full_or_away_comes_through(error: ForebayError) -> None:
+    """Both are of one kind; people have to do different things."""
+    failure = msgspec.msgpack.decode(msgspec.msgpack.encode(failure_of(error)), type=Failure)
+    assert type(failure.error) is type(error)
+    assert (str(failure.error), failure.error.retry_after_s) == (str(error), error.retry_after_s)

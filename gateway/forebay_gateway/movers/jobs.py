@@ -9,7 +9,8 @@ from typing import Union
 import msgspec
 
 from forebay_gateway.core.config_sections import TierConfig
-from forebay_gateway.tiers.base import Capabilities
+from forebay_gateway.core.errors import ErrorRecord, ForebayError, from_record
+from forebay_gateway.tiers.base import Capabilities, StorageFull
 
 MAX_MESSAGE_BYTES = 256 << 20
 
@@ -38,13 +39,22 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the front (core.errors.ErrorRecord). `where` is "cache" when the source itself is bad."""
+    """An error on its way to the front (core.errors.ErrorRecord). `where` is "cache" when the source itself is bad; `full` says
+    that the tier has no space, which no kind says."""
 
     kind: str
     message: str
     retry_after_s: float | None
     details: dict[str, str]
     where: str = ""
+    full: bool = False
+
+    @property
+    def error(self) -> ForebayError:
+        """The error again."""
+        if self.full:
+            return StorageFull(self.message, retry_after_s=self.retry_after_s, **self.details)
+        return from_record(ErrorRecord(self.kind, self.message, self.retry_after_s, self.details))
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

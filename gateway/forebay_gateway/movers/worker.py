@@ -46,7 +46,7 @@ from forebay_gateway.movers.jobs import (
     send,
 )
 from forebay_gateway.movers.turn import Turn
-from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Source, Tier
+from forebay_gateway.tiers.base import Capabilities, ObjectInfo, PutOptions, Source, StorageFull, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.ranges import ReadAhead
@@ -294,7 +294,8 @@ def failure_of(error: Exception) -> Failure:
         log.error("unexpected failure", exc_info=error)
     record = to_record(error)
     details = {key: str(value) for key, value in record.details.items()}
-    return Failure(record.kind, record.message, record.retry_after_s, details, details.pop("where", ""))
+    where = details.pop("where", "")
+    return Failure(record.kind, record.message, record.retry_after_s, details, where, isinstance(error, StorageFull))
 
 
 async def _main(descriptor: int) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import ErrorRecord, ForebayError, PermissionDenied, Unavailable, from_record
+from forebay_gateway.core.errors import ForebayError, PermissionDenied, Unavailable
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import PartRow, PartState, PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
@@ -29,7 +29,6 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.order import BATCH_BYTES_MAX, BLOCKED_S, Order
 from forebay_gateway.paths.safety import let_go
 from forebay_gateway.paths.verdicts import Unsaid
-from forebay_gateway.tiers.base import StorageFull
 from forebay_gateway.tiers.monitor import MonitoredTier
 
 log = logging.getLogger("forebay.drain")
@@ -339,7 +338,7 @@ class Drain:
         self._verified()
 
     async def _failed(self, key: ShardKey, failure: Failure) -> None:
-        error = from_record(ErrorRecord(failure.kind, failure.message, failure.retry_after_s, failure.details))
+        error = failure.error
         if failure.where == "cache":
             await self._quarantine(key, error)
             return
@@ -349,12 +348,8 @@ class Drain:
         self._not_before_s[key] = self._node.clock.monotonic() + max(pause_s, failure.retry_after_s or 0.0)
         if failure.details.get("operation") == "create_multipart_upload":
             self._interrupted.add(key)  # it may have begun, under an id that nobody heard
-        self._note(error, failure)
-
-    def _note(self, error: ForebayError, failure: Failure) -> None:
-        full = failure.details.get("full") or isinstance(error, StorageFull)
         log.info("a copy failed, it stays queued tier=%s error=%s", self._tier.name, error)
-        if error.kind in ("unavailable", "permission_denied") or full:
+        if error.kind in ("unavailable", "permission_denied"):
             self._tier.failed(error)
 
     async def _quarantine(self, key: ShardKey, error: ForebayError) -> None:

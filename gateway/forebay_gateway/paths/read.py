@@ -23,12 +23,10 @@ from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import (
     CacheFull,
     Corrupt,
-    ErrorRecord,
     ForebayError,
     InvalidArgument,
     NotFound,
     Unavailable,
-    from_record,
 )
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, NamedShard, SessionRow, ShardKey, ShardRow
@@ -368,7 +366,7 @@ class _FetchReports:
 
     async def item_failed(self, index: int, report: ItemFailed) -> None:
         failure = report.failure
-        error = from_record(ErrorRecord(failure.kind, failure.message, failure.retry_after_s, failure.details))
+        error = failure.error
         if report.source:
             await self._path.copy_is_bad(self._key, self._tiers[report.source], error)
         else:

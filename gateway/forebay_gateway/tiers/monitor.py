@@ -121,7 +121,7 @@ class MonitoredTier:
 
     def _is_not_there(self, error: BaseException) -> None:
         was = self.state
-        if isinstance(error, StorageFull) or (isinstance(error, Unavailable) and error.details.get("full")):
+        if isinstance(error, StorageFull):
             self.state = TierState.FULL
         elif isinstance(error, PermissionDenied):
             self.state = TierState.DENIED

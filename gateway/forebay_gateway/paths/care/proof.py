@@ -11,7 +11,7 @@ from pathlib import Path
 from forebay_gateway.cache.footer import find_footer
 from forebay_gateway.cache.packs import read_index
 from forebay_gateway.cache.reader import ShardReader
-from forebay_gateway.core.errors import Corrupt, ErrorRecord, ForebayError, Unavailable, from_record
+from forebay_gateway.core.errors import Corrupt, ForebayError, Unavailable
 from forebay_gateway.core.records import SessionRow, ShardRow
 from forebay_gateway.movers.jobs import CheckJob, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
@@ -163,7 +163,7 @@ class _Reports:
 
     async def item_failed(self, index: int, report: ItemFailed) -> None:
         failure = report.failure
-        self.errors[index] = from_record(ErrorRecord(failure.kind, failure.message, failure.retry_after_s, failure.details))
+        self.errors[index] = failure.error
 
     def progress(self, size: int) -> None:
         """Nobody counts."""
