@@ -234,14 +234,14 @@ class Joint:
 
     async def _look(self, run: str) -> None:
         try:
-            changed = await self.verdicts.read(run)
+            await self.verdicts.read(run)
         except Unsupported as error:
             self._leave(run, error)
             del self._runs[run]
             return
         now_s = self._node.clock.monotonic()
         with self._node.catalog.read() as txn:
-            told = list(self._heeded(txn, run)) if changed else []
+            told = list(self._heeded(txn, run)) if self.verdicts.is_news(run) else []
             self._free(txn, run, now_s)
         for session_id in told:
             self._node.changes.tell(session_id)

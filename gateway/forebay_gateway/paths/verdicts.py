@@ -82,6 +82,7 @@ class Verdicts:
     def __init__(self, node: Node, tier: str) -> None:
         self._node, self._tier = node, tier
         self._books: dict[str, Book] = {}
+        self._heeded: dict[str, str] = {}  # versions of the document that made their difference
 
     def of(self, session: SessionRow) -> Verdict | None:
         """As it was read last."""
@@ -98,15 +99,21 @@ class Verdicts:
         book = self._books.get(run)
         return book is not None and bool(book.tag)
 
-    async def read(self, run: str) -> bool:
-        """Look at the tier; whether something has changed. Raises as the tier does, and Unsupported."""
-        before = self._books.get(run)
-        now = self._books[run] = await read_book(self._node.tiers[self._tier], run)
-        return before is None or before.tag != now.tag
+    async def read(self, run: str) -> None:
+        """Look at the tier. Raises as the tier does, and Unsupported."""
+        self._books[run] = await read_book(self._node.tiers[self._tier], run)
+
+    def is_news(self, run: str) -> bool:
+        """Whether something may have been said since this was asked last, whatever has read it meanwhile."""
+        tag = self._books[run].tag
+        is_news = self._heeded.get(run) != tag
+        self._heeded[run] = tag
+        return is_news
 
     def forget(self, run: str) -> None:
         """Nobody waits for anything of it."""
         self._books.pop(run, None)
+        self._heeded.pop(run, None)
 
     async def say(self, session: SessionRow, goes: bool, reason: str = "", *, over: bool = False) -> Verdict:
         """The verdict that counts: this one, or what was said before; `over` takes a skip back. Raises Unsaid, and Unsupported
