@@ -1,8 +1,10 @@
 """Nodes that say something of the same run at once, and what another one said meanwhile: nothing of it is lost."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from paths.joint_kit import RUN, job
+from forebay_gateway.core.records import SessionRow
+from paths.joint_kit import RUN, Job, JobNode, job
 
 EVERY_3 = f'[[policy]]\nrun = "{RUN}"\nevery = 3\n'
 
@@ -41,3 +43,80 @@ async def test_a_restart_that_says_something_first_still_heeds_what_was_said(tmp
         await first.joint.say(three, goes=True)
         await all_nodes.turns(20, 60.0)
         assert all_nodes.where(2) == [["complete"]] * 2
+
+
+# -- what was left out, and one node without the rule had brought to the tier ------------------------------------------------
+
+
+def has_record(all_nodes: Job, step: int, writer: int) -> bool:
+    return any(f"step-{step:012d}/" in key and key.endswith(f"/parts/{writer}.json") for key in all_nodes.store.objects)
+
+
+async def until_withdrawn(all_nodes: Job, *, but: Sequence[JobNode] = ()) -> None:
+    """Writer 1's node has begun to take its part of step 2 away."""
+    for _ in range(60):
+        await all_nodes.turns(1, 5.0, but=but)
+        if not has_record(all_nodes, 2, 1):
+            break
+    assert all_nodes.shards(2)[:1] == ["w1.bin"]
+    assert not has_record(all_nodes, 2, 1)
+
+
+async def left_out_by_one(all_nodes: Job) -> None:
+    """Step 2 is skipped where there is a rule; elsewhere it went."""
+    for step in (1, 2, 3):
+        await all_nodes.save(step)
+        await all_nodes.turns()
+    assert all_nodes.nodes[0].where(2) == ["skipped"]
+    assert all_nodes.nodes[1].where(2) == ["pending"]
+    assert has_record(all_nodes, 2, 1)
+
+
+async def test_what_was_taken_away_again_can_still_be_pinned(tmp_path: Path) -> None:
+    async with job(tmp_path, EVERY_3, nodes=3, others="") as all_nodes:
+        await left_out_by_one(all_nodes)
+        await all_nodes.turns(40, 10.0)
+        assert all_nodes.where(2) == [["skipped"]] * 3
+        assert all_nodes.shards(2) == []
+        for node in all_nodes.nodes:
+            await node.retention.pin(RUN, 2, True)
+        await all_nodes.turns(40, 10.0)
+        assert all_nodes.where(2) == [["complete"]] * 3
+        assert all_nodes.shards(2) == ["w0.bin", "w1.bin", "w2.bin"]
+
+
+async def test_what_is_taken_back_while_it_is_being_taken_away_stays(tmp_path: Path) -> None:
+    async with job(tmp_path, EVERY_3, others="") as all_nodes:
+        await left_out_by_one(all_nodes)
+        await until_withdrawn(all_nodes)
+        await all_nodes.nodes[0].retention.pin(RUN, 2, True)
+        for _ in range(40):
+            await all_nodes.turns(1, 10.0)
+            assert "w1.bin" in all_nodes.shards(2)
+        assert all_nodes.where(2) == [["complete"]] * 2
+        assert all_nodes.shards(2) == ["w0.bin", "w1.bin"]
+
+
+async def test_no_manifest_names_what_is_being_taken_away(tmp_path: Path) -> None:
+    """A third node has read the record that goes, before it went."""
+    async with job(tmp_path, EVERY_3, nodes=3, others="") as all_nodes:
+        first, _, third = all_nodes.nodes
+        await left_out_by_one(all_nodes)
+
+        async def has_not_come_to_it(session: SessionRow) -> None:
+            return None
+
+        third.joint.look_if_stuck = has_not_come_to_it
+        await until_withdrawn(all_nodes)
+        await first.clock.advance(10.0)
+        await first.retention.pin(RUN, 2, True)
+        for _ in range(20):
+            await first.drains["pfs"].step()  # it brings its part out, and does not come to look for the others'
+            await first.clock.advance(1.0)
+        await first.completions["pfs"].step()
+        assert has_record(all_nodes, 2, 0)
+        await third.turn(30.0)
+        assert not all_nodes.is_complete(2)
+        await all_nodes.turns(60, 10.0)
+        assert all_nodes.where(2) == [["complete"]] * 3
+        assert all_nodes.shards(2) == ["w0.bin", "w1.bin", "w2.bin"]

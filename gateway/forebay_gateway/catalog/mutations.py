@@ -183,12 +183,13 @@ class WriteTxn(RowKeeper):
             self._drop_session_row(self._session(session_id))
         return rows
 
-    def part_recorded(self, session_id: int, writer: int, tier: str) -> None:
-        """Note that the part's record lies on the tier."""
+    def part_recorded(self, session_id: int, writer: int, tier: str, *, is_there: bool = True) -> None:
+        """Note that the part's record lies on the tier, or is to lie there no more."""
         part = self._part(session_id, writer)
         self._tiers.number(tier)
-        if tier not in part.recorded:
-            self._put_part(replace(part, recorded=(*part.recorded, tier)))
+        if is_there is not (tier in part.recorded):
+            others = tuple(name for name in part.recorded if name != tier)
+            self._put_part(replace(part, recorded=(*others, tier) if is_there else others))
 
     def set_publish(self, session_id: int, tier: str, state: PublishState) -> SessionRow:
         """Where the session stands on the tier. Raises NotFound."""

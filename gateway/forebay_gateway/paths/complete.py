@@ -26,7 +26,7 @@ from forebay_gateway.core.states import CopyEvent, CopyState
 from forebay_gateway.paths.commit import whole_record
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.evictable import mark_evictable
-from forebay_gateway.paths.leavings import take_away
+from forebay_gateway.paths.leavings import is_named, pause_s, take_away, withdraw_records
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.pins import is_going
@@ -45,6 +45,7 @@ LOOK_AT_ALL_S = 5.0
 REST_FACTOR = 20  # a look at all sessions takes at most this part of one core, however many there are
 SESSIONS_AT_ONCE = 32  # looked at before the event loop has its turn
 READS_AT_ONCE = 16
+RECORDS_S_MAX = 10.0  # a part record that was read is relied on; less than leavings.PAUSE_S_MIN
 RUNS_REMEMBERED_MAX = 10_000
 STEP_GOES_S_MAX = 600.0  # several turns of retention; whoever was taking something from the step's place has ended by then
 
@@ -63,7 +64,8 @@ class Completion:
         self._drain = drain
         self._watch_s: dict[int, float] = {}  # session: pause before the tier is asked again
         self._next_look_s: dict[int, float] = {}
-        self._records: dict[int, dict[int, PartRecord]] = {}  # session: parts of other nodes, as read from the tier
+        # Of sessions: parts of other nodes as read from the tier, and when.
+        self._records: dict[int, dict[int, tuple[float, PartRecord]]] = {}
         self._runs_noted: Recent[str, None] = Recent(RUNS_REMEMBERED_MAX)
         self._step_goes_s: dict[int, float] = {}  # session: since when it is waited that its step is free of a removal
         self._hinted: set[int] = set()  # sessions of which something was told since they were looked at
@@ -140,7 +142,7 @@ class Completion:
     async def _advance(self, session: SessionRow) -> bool:
         """Move one session on; True when it is finished on this tier."""
         session, joint = await self._look_back(session), self._drain.order.joint
-        if session.id in joint.to_clean:
+        if session.id in joint.to_clean and not await self._goes_after_all(session):
             return await self._clear(session)
         with self._node.catalog.read() as txn:
             parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
@@ -168,14 +170,32 @@ class Completion:
             self._look_later(session.id)
         return finished
 
+    async def _goes_after_all(self, session: SessionRow) -> bool:
+        """Whether what was left out for all nodes, and is being taken away, is to stay now: asked before its records go, and
+        before all else does."""
+        joint = self._drain.order.joint
+        since_s = joint.to_clean[session.id]
+        if since_s is not None and self._node.clock.monotonic() - since_s < pause_s(self._node):
+            return False
+        if await joint.is_left_out(session) and not await is_named(self._tier, session):
+            return False
+        joint.to_clean.pop(session.id, None)
+        self._node.changes.tell(session.id)
+        return True
+
     async def _clear(self, session: SessionRow) -> bool:
         """It was left out for all nodes, and something of it is here already."""
-        if not await take_away(self._node, self._tier, session):
-            self._look_later(session.id)
-            return False
-        await self._drain.order.left_out(session.id)
-        self._forget(session.id)
-        return True
+        now_s, to_clean = self._node.clock.monotonic(), self._drain.order.joint.to_clean
+        since_s = to_clean.get(session.id)
+        if since_s is None:
+            if await withdraw_records(self._node, self._tier, session):
+                to_clean[session.id] = self._node.clock.monotonic()
+        elif now_s - since_s >= pause_s(self._node) and await take_away(self._node, self._tier, session):
+            await self._drain.order.left_out(session.id)
+            self._forget(session.id)
+            return True
+        self._look_later(session.id)
+        return False
 
     def _look_later(self, session_id: int) -> None:
         pause_s = min(WATCH_S_MAX, self._watch_s.get(session_id, WATCH_S_MIN / 1.5) * 1.5)
@@ -224,25 +244,43 @@ class Completion:
             held_here = {part.writer for part in txn.parts(session.id) if not part.is_adopted}
         elsewhere = [writer for writer in missing if writer not in held_here]
         if len(elsewhere) > READS_AT_ONCE:  # one question for all: most of very many may not be there yet
-            prefix = part_key(session.run, session.step, session.session, 0).rpartition("/")[0]
-            there = {info.key for info in (await self._tier.tier.list(f"{prefix}/")).objects}
-            names = (session.run, session.step, session.session)
-            elsewhere = [writer for writer in elsewhere if part_key(*names, writer) in there]
+            elsewhere = await self._listed(session, elsewhere)
+        read_s = self._node.clock.monotonic()
         for begin in range(0, len(elsewhere), READS_AT_ONCE):
             batch = elsewhere[begin : begin + READS_AT_ONCE]
             records = await asyncio.gather(*(self._read_part(session, writer) for writer in batch))
-            seen.update({writer: record for writer, record in zip(batch, records, strict=True) if record is not None})
+            seen.update({writer: (read_s, found) for writer, found in zip(batch, records, strict=True) if found is not None})
         if seen:
-            nodes = {writer: record.node for writer, record in seen.items()}
+            nodes = {writer: record.node for writer, (_, record) in seen.items()}
             if set(nodes) - set(session.known_parts):
                 await self._node.catalog.write(lambda txn: txn.note_parts(session.id, nodes))
                 self._node.changes.tell(session.id)
             self._drain.note_recorded_elsewhere(session.id, set(seen))
-        if len(ready | set(seen)) < session.writers:
+        if len(ready | set(seen)) < session.writers or not await self._are_still_there(session, seen):
             return None
         with self._node.catalog.read() as txn:
             local = [part for part in txn.parts(session.id) if part.writer in ready]
-        return [*[await self._local_record(session, part) for part in local], *(seen[w] for w in seen if w not in ready)]
+        return [*[await self._local_record(session, part) for part in local], *(seen[w][1] for w in seen if w not in ready)]
+
+    async def _are_still_there(self, session: SessionRow, seen: dict[int, tuple[float, PartRecord]]) -> bool:
+        """Whether records that were read some time ago still lie there: what was left out for all nodes is taken away again
+        (leavings.py), and that begins with them. Else these are forgotten."""
+        now_s = self._node.clock.monotonic()
+        old = [writer for writer, (read_s, _) in seen.items() if now_s - read_s > RECORDS_S_MAX]
+        there = await self._listed(session, old) if old else []
+        for writer in old:
+            if writer in there:
+                seen[writer] = (now_s, seen[writer][1])
+            else:
+                del seen[writer]
+        return len(there) == len(old)
+
+    async def _listed(self, session: SessionRow, writers: list[int]) -> list[int]:
+        """Those of them whose records are on the tier: one question for all."""
+        names = (session.run, session.step, session.session)
+        prefix = part_key(*names, 0).rpartition("/")[0]
+        there = {info.key for info in (await self._tier.tier.list(f"{prefix}/")).objects}
+        return [writer for writer in writers if part_key(*names, writer) in there]
 
     async def _read_part(self, session: SessionRow, writer: int) -> PartRecord | None:
         key = part_key(session.run, session.step, session.session, writer)

@@ -81,7 +81,8 @@ class Joint:
         self.verdicts = Verdicts(node, tier)
         self.claims: dict[int, Claim] = {}
         self.to_follow: set[int] = set()  # sessions that were left out for all nodes, and not yet here
-        self.to_clean: set[int] = set()  # the same, and something of them lies on the tier: complete.py takes it away
+        # The same, and something of them lies on the tier, which complete.py takes away; since when no part record does.
+        self.to_clean: dict[int, float | None] = {}
         self._awaited: dict[int, _Awaited] = {}
         self._taken_back: set[int] = set()  # sessions that go after all by this node's word
         self._freed: set[int] = set()  # sessions whose decision was waited for long enough: this node decides
@@ -314,29 +315,33 @@ class Joint:
         if len(self._stuck_s) >= RUNS_MAX:
             self._stuck_s.clear()
         self._stuck_s[session.run] = now_s + STUCK_S
-        try:
-            await self.verdicts.read(session.run)
-        except Unsupported:
-            return
-        verdict = self.verdicts.of(session)
-        if session.run not in self._runs:
-            self.verdicts.forget(session.run)
-        if verdict is None or verdict.goes:
+        if not await self.is_left_out(session):
             return
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(session.run, session.step)
             clears = row is not None and not must_go(row, session) and is_outrun(txn, session, self._tier)
         if clears:
-            self.to_clean.add(session.id)
+            self.to_clean[session.id] = None
             self._node.changes.tell(session.id)
         else:
             await self.verdicts.say(session, True, over=True)
 
+    async def is_left_out(self, session: SessionRow) -> bool:
+        """Whether it stands on the tier now that no node is to bring it out. Raises as the tier does."""
+        try:
+            await self.verdicts.read(session.run)
+        except Unsupported:
+            return False
+        verdict = self.verdicts.of(session)
+        if session.run not in self._runs:
+            self.verdicts.forget(session.run)
+        return verdict is not None and not verdict.goes
+
     def ended(self, session_id: int) -> None:
         """Nothing of it waits for this tier any more."""
-        for known in (self.claims, self._awaited, self._said_s):
+        for known in (self.claims, self._awaited, self._said_s, self.to_clean):
             known.pop(session_id, None)
-        for some in (self._freed, self._taken_back, self.to_follow, self.to_clean):
+        for some in (self._freed, self._taken_back, self.to_follow):
             some.discard(session_id)
 
 

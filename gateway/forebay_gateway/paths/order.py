@@ -212,7 +212,7 @@ class Order:
         if followed is not Followed.DONE:
             self._scheduler.awaits(session_id)
             if followed is Followed.BEGUN:
-                self.joint.to_clean.add(session_id)
+                self.joint.to_clean.setdefault(session_id, None)
         else:
             log.info("left out, by %s run=%s step=%s tier=%s", verdict.node, session.run, session.step, self._tier)
             await self.left_out(session_id)
