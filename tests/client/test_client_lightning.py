@@ -235,6 +235,29 @@ assert "lightning.fabric" not in sys.modules
         assert steps_of(client) == [4]
 
 
+def test_a_directory_that_is_forebays(
+    memory: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whole: list[float]
+) -> None:
+    """ModelCheckpoint asks fsspec for it, and the plugin saves; nothing lies on the local disk."""
+    pytest.importorskip("forebay.fsspec", reason="forebay:// as a directory needs forebay.fsspec")
+    from forebay.fsspec import ForebayFileSystem
+
+    monkeypatch.setenv("FOREBAY_ADDRESS", memory.address)
+    ForebayFileSystem.clear_instance_cache()
+    plugin = ForebayCheckpointIO(address=memory.address, background=True)
+    keep = ModelCheckpoint(dirpath=f"forebay://{RUN}", every_n_train_steps=2, save_last=True)
+    trainer_with(plugin, 4, tmp_path, keep).fit(model(), batches())
+    assert keep.best_model_path == f"forebay://{RUN}/epoch=0-step=4.ckpt"
+    assert steps_of(client) == [4]
+    assert steps_of(client, f"{RUN}/last") == [4]
+    for path in (keep.best_model_path, keep.last_model_path, f"forebay://{RUN}/latest"):
+        other = model(5)
+        trainer_with(plugin, 10, tmp_path, enable_checkpointing=False).fit(other, batches(), ckpt_path=path)
+        assert other.seen == whole[4:], path
+    assert not list(tmp_path.iterdir())
+    ForebayFileSystem.clear_instance_cache()
+
+
 # What goes wrong
 
 
