@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from forebay.pending import Pending
     from forebay.preemption import Preemption
     from forebay.reader import Reader
+    from forebay.train_state import TrainState
     from forebay.writer import CheckpointWriter
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "SaveSummary",
     "Shard",
     "TierBacklog",
+    "TrainState",
     "Unavailable",
     "Unsupported",
     "WaitProgress",
@@ -116,6 +118,7 @@ _LAZY = {
     "Preemption": "forebay.preemption",
     "Reader": "forebay.reader",
     "directory": "forebay.handoff",
+    "TrainState": "forebay.train_state",
 }
 
 

@@ -20,7 +20,7 @@ from forebay.buffers import DEFAULT_BYTES, ENVIRONMENT, PAGE_BYTES, BufferPool, 
 from forebay.errors import Corrupt, DeadlineExceeded, InvalidArgument
 from forebay.pending import finished
 from forebay.snapshot import BLOCK_BYTES, Copier, SnapshotSource
-from forebay.sources import BufferSource, Source
+from forebay.sources import BufferSource, FilledSource, Source
 from forebay.types import Receipt
 
 # Shards sent at a time. The trainer needs the cores; more streams would not make one disk faster.
@@ -267,7 +267,8 @@ class PartPuts:
         label = f"put {next(iter(sources))!r}"
         region = self._background.pool.take(size, self._background.timeout_s, label, lambda: self._check_wanted(sources))
         copier = self._background.copier
-        in_memory = all(isinstance(source, BufferSource) for source in sources.values())  # a slow file must not hold uploads up
+        # A slow file must not hold uploads up.
+        in_memory = all(isinstance(source, BufferSource | FilledSource) for source in sources.values())
         try:
             with self._background.copying() if in_memory else nullcontext():
                 copies = {

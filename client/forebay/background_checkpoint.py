@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import Context
 from types import TracebackType
@@ -59,6 +59,19 @@ class PendingCommit:
         if (error := self.exception(timeout)) is not None:
             raise error
         return self._outcome.result()
+
+    def add_done_callback(self, act: Callable[["PendingCommit"], object]) -> None:
+        """Call `act` with this handle once it has ended, on whatever thread ends it; at once where it has."""
+        self._outcome.add_done_callback(lambda _: act(self))
+
+    def failed(self) -> BaseException | None:
+        """Its error so far, as a callback asks: whoever waits for it, or calls next, is told all the same."""
+        return self._outcome.exception() if self._outcome.done() else None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once it has ended, well or not. Raises DeadlineExceeded after `timeout` seconds."""
+        if not finished([self._outcome], timeout):
+            raise DeadlineExceeded(f"{self._doing}: still under way timeout_s={timeout}")
 
     def unseen(self) -> BaseException | None:
         """Its error, where it has failed and nobody has been told."""

@@ -27,6 +27,12 @@ def launch_session(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
+def save_session() -> str:
+    """A new one for each save, whose name begins with the launch's: a step that a launch saves again replaces what it saved."""
+    launch = launch_session()
+    return f"{launch}-{ULID()}" if launch else str(ULID())
+
+
 def default_session(writers: int, environ: Mapping[str, str] = os.environ) -> str:
     """The session of this launch. Raises InvalidArgument where several writers have nothing to share."""
     if launch := launch_session(environ):

@@ -15,7 +15,7 @@ from typing import Any
 
 from forebay.buffers import Region
 from forebay.errors import InvalidArgument
-from forebay.sources import BufferSource, Source, source_of
+from forebay.sources import BufferSource, FilledSource, Source, source_of
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.memory import address_of
 
@@ -73,6 +73,10 @@ class Copier:
         view = region.view[start : start + size]
         if isinstance(source, BufferSource):
             return SnapshotSource(view, self._copy_memory(source.view, view, region, start))
+        if isinstance(source, FilledSource):
+            self._in_turns(size, lambda first, last: region.fault_in(start + first, start + last))
+            source.filled(view)
+            return SnapshotSource(view, self._checksums(view))
         crcs = []
         at = 0
         for piece in source.chunks(BLOCK_BYTES):
@@ -94,6 +98,16 @@ class Copier:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
+
+    def _checksums(self, view: memoryview) -> list[int]:
+        crcs = [0] * -(-view.nbytes // BLOCK_BYTES)
+
+        def act(first: int, last: int) -> None:
+            for at in range(first, last, BLOCK_BYTES):
+                crcs[at // BLOCK_BYTES] = crc32c(view[at : min(at + BLOCK_BYTES, last)])
+
+        self._in_turns(view.nbytes, act)
+        return crcs
 
     def _copy_memory(self, data: memoryview, view: memoryview, region: Region, start: int) -> list[int]:
         crcs = [0] * -(-data.nbytes // BLOCK_BYTES)

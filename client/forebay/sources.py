@@ -70,6 +70,31 @@ class BuffersSource(Source):
             offset, length, index = offset + piece.nbytes, length - piece.nbytes, index + 1
 
 
+class FilledSource(Source):
+    """Data that is made anew each time it is read, of a size that is known: a snapshot takes it straight into its buffer."""
+
+    replayable = True
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What to call it in an error."""
+
+    @abstractmethod
+    def fill(self, view: memoryview) -> int:
+        """Write all of it into `view`, which is writable and has `size` bytes; how many were written."""
+
+    def chunks(self, chunk_size: int) -> Iterator[Piece]:
+        view = memoryview(bytearray(self.size or 0))
+        self.filled(view)
+        return BufferSource(view).chunks(chunk_size)
+
+    def filled(self, view: memoryview) -> None:
+        """fill(), checked. Raises InvalidArgument where it gave another number of bytes than it said."""
+        if (written := self.fill(view)) != self.size:
+            raise InvalidArgument(f"{self.label}: it was to have {self.size} bytes and has {written}; it changed meanwhile")
+
+
 class PathSource(Source):
     """A regular file, opened each time it is read."""
 

@@ -1,0 +1,14 @@
+"""PyTorch Lightning on Forebay: `Trainer(plugins=[ForebayCheckpointIO("team-a/llama-70b")])`, all else as it was.
+
+Owns the plugin that Lightning's strategies save and load through. Does not own when to save and what is kept (ModelCheckpoint)
+nor how bytes travel (the client). Serves `lightning` and `pytorch_lightning`, which `import forebay` does not need.
+"""
+
+from importlib.util import find_spec
+
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning", "lightning_fabric")):
+    raise ImportError("forebay.lightning needs Lightning, which is not installed: pip install 'forebay[lightning]'")
+
+from forebay.lightning.checkpoint_io import ForebayCheckpointIO
+
+__all__ = ["ForebayCheckpointIO"]
