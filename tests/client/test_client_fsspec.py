@@ -536,6 +536,7 @@ def test_a_missing_gateway_is_no_empty_one(tmp_path: Path) -> None:
         lambda: fs.isfile(f"{STEP}/a"),
         lambda: fs.isdir(STEP),
         lambda: fs.find("team"),
+        lambda: list(fs.walk("team")),
         lambda: fs.find(STEP),
         lambda: fs.glob("team/*"),
         lambda: fs.cat_file(f"{STEP}/a"),
