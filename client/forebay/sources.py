@@ -86,8 +86,8 @@ class FilledSource(Source):
 
     def chunks(self, chunk_size: int) -> Iterator[Piece]:
         view = memoryview(bytearray(self.size or 0))
-        self.filled(view)
-        return BufferSource(view).chunks(chunk_size)
+        self.filled(view)  # when the first piece is taken: what it raises is an error of the data
+        yield from BufferSource(view).chunks(chunk_size)
 
     def filled(self, view: memoryview) -> None:
         """fill(), checked. Raises InvalidArgument where it gave another number of bytes than it said."""

@@ -161,7 +161,7 @@ def test_waiting_for_a_tier(memory: MemoryGateway, client: Client, tmp_path: Pat
     assert isinstance(callback.last, forebay.CommitReceipt)
     assert callback.last.level == "pfs"
     client.hold()
-    with pytest.raises(forebay.DeadlineExceeded, match="committed in the cache"):
+    with pytest.raises(forebay.DeadlineExceeded, match="this part is committed"):
         train(tmp_path / "b", 2, ForebayCallback("team/other", client=client, wait="pfs", timeout=0.1))
 
 

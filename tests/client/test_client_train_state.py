@@ -462,6 +462,21 @@ def test_documents_with_tensors_inside() -> None:
     assert_equal(decode(json.loads(json.dumps(encode(wanted, "all", Inline()))), inline), wanted)
 
 
+@pytest.mark.expected_logs("abort", "dropped")
+@pytest.mark.parametrize("grows", [-1, 1], ids=["shrinks", "grows"])
+@pytest.mark.parametrize("background", [False, True], ids=["put", "background"])
+def test_a_file_that_changes_its_size(memory_client: Client, grows: int, background: bool) -> None:
+    """Of torch.save, between its measuring and its being read: nothing is saved."""
+    from forebay.state.saved import SavedFile
+
+    value = {"x": torch.zeros(100_000), "list": ["a" * 1000]}
+    file = SavedFile("x.ckpt", value)
+    value["x"] = torch.zeros(100_000 + grows * 50_000)
+    with memory_client.checkpoint(RUN, 1) as part, pytest.raises(InvalidArgument, match=r"'x\.ckpt': it .*changed meanwhile"):
+        part.put("x.ckpt", file, background=background)  # type: ignore[call-overload]
+    assert memory_client.latest(RUN) is None
+
+
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, expected_logs: Any) -> None:
     """The states of two devices, set on a machine with one, and with none."""
     from forebay.state import rng
