@@ -16,6 +16,7 @@ from forebay.aio_background import AsyncBackgroundCheckpoint, AsyncPending
 from forebay.aio_care import AsyncCare
 from forebay.api import Client
 from forebay.background import TIMEOUT_S
+from forebay.lanes.fd_map import MappedShard
 from forebay.reader import Reader
 from forebay.threads import OPERATIONS_MAX, Threads
 from forebay.types import (
@@ -305,6 +306,14 @@ class AsyncReader:
     async def readinto(self, name: str, buffer: Any, offset: int = 0) -> int:
         """As Reader.readinto. The buffer is not touched any more once this has returned or raised, cancelled too."""
         return await self._threads.run(self._reader.readinto, name, buffer, offset)
+
+    async def scatter(self, name: str, buffers: Iterable[Any], offset: int = 0) -> int:
+        """As Reader.scatter. The buffers are not touched any more once this has returned or raised, cancelled too."""
+        return await self._threads.run(self._reader.scatter, name, buffers, offset)
+
+    async def mapped(self, name: str) -> MappedShard:
+        """As Reader.mapped."""
+        return await self._threads.run(self._reader.mapped, name)
 
     async def read_many(self, names: Iterable[str] | None = None) -> AsyncIterator[tuple[str, bytes]]:
         """As Reader.read_many."""

@@ -96,6 +96,7 @@ def test_the_twins_have_the_same_verbs() -> None:
     }
     # Of a writer, what its own package uses; of a commit, too. `run` and `step` are what the caller gave.
     known = {"shard", "run", "step", "commit_json", "check_background", "give_up", "write_to"}
+    known |= {"step_of", "add_done_callback", "failed", "wait"}  # for other modules of the client
     known |= {"unseen", "tell", "over", "leave", "succeed", "fail", "reach", "packed", "read_groups"}
     assert {name.partition(".")[2] for name in lacking} <= known, lacking
 
