@@ -247,6 +247,7 @@ class Gateway:
         for name, tier in node.tiers.items():
             expiring = self._worker(f"expire {name}", expiries[name].step, 60.0)
             expiries[name].wake = expiring.wake
+            node.tiers[name].on_failure(expiring.wake)  # a full tier is freed by it
             for worker in (expiring, self._worker(f"fleet {name}", fleets[name].step, 60.0)):
                 tier.on_return(worker.wake)
                 self._crew.add(worker)

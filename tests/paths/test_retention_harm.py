@@ -10,14 +10,16 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.core.errors import PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CheckpointRow, PublishState
-from forebay_gateway.core.retention import ledger_key, pins_dir
+from forebay_gateway.core.retention import ledger_key, pins_dir, reserve_key
 from forebay_gateway.core.states import CopyEvent
 from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.reserve import RESERVE_BYTES
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.safety import copy_lost
 from forebay_gateway.paths.standing import READ_LATELY_S
 from forebay_gateway.tiers.base import ObjectInfo, StorageFull
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
+from forebay_gateway.tiers.monitor import TierState
 from paths.nodes_kit import LAST_2, Here, below, ledger_of, put_ledger
 
 
@@ -262,6 +264,45 @@ async def test_a_tier_that_is_full_is_freed_by_a_deletion(tmp_path: Path) -> Non
         node.node.tiers["pfs"].failed(StorageFull("no space left"))
         gone = await node.retention.delete("r", 1, force=False, dry_run=False)
         assert gone.pending == () and node.on_tier("r") == node.known("r") == [2]
+
+
+async def test_a_tier_that_is_full_is_freed_by_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the smallest document fits any more; what was set aside while there was space goes for the ledger."""
+    store, store_ = MemoryStore(), MemoryTier._store
+    limit_bytes = 1 << 40
+
+    def stored_bytes() -> int:
+        return sum(len(each.data) for each in store.objects.values())
+
+    def limited(tier: MemoryTier, key: str, data: bytes) -> ObjectInfo:
+        replaced = store.objects.get(key)
+        if stored_bytes() + len(data) > limit_bytes and (replaced is None or len(replaced.data) < len(data)):
+            raise StorageFull("no space left", tier=tier.name, key=key)
+        return store_(tier, key, data)
+
+    monkeypatch.setattr(MemoryTier, "_store", limited)
+    async with Here(tmp_path, {"pfs": store}, keys=LAST_2) as node:
+        await node.save("r", 1, 2, 3)
+        await node.expiries["pfs"]._reserve.keep()
+        assert [len(store.objects[key].data) for key in store.objects if key == reserve_key("a")] == [RESERVE_BYTES]
+        limit_bytes = stored_bytes()
+        node.node.tiers["pfs"].failed(StorageFull("no space left"))
+        assert node.node.tiers["pfs"].state is TierState.FULL
+        assert await node.expiries["pfs"].step() is not None
+        assert node.on_tier("r") == [2, 3]
+        assert reserve_key("a") not in store.objects
+        node.node.tiers["pfs"].worked()
+        await node.clock.advance(LOOK_S)
+        await node.expiries["pfs"].step()
+        assert reserve_key("a") in store.objects  # for the next time
+        assert node.known("r") == [2, 3]
+        limit_bytes = 1 << 40
+        await node.save("r", 4)
+        del store.objects[reserve_key("a")]
+        limit_bytes = stored_bytes()
+        with pytest.raises(StorageFull):
+            await node.look("r")
+        assert node.on_tier("r") == [2, 3, 4]
 
 
 async def test_what_is_being_restored_here_stays_meanwhile(tmp_path: Path) -> None:

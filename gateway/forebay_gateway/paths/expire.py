@@ -44,6 +44,7 @@ from forebay_gateway.paths.find import noted_runs
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pins import pinned_steps
 from forebay_gateway.paths.removed import Follower
+from forebay_gateway.paths.reserve import Reserve
 from forebay_gateway.paths.retain import DELETES_A_CALL
 from forebay_gateway.paths.standing import known
 from forebay_gateway.paths.wholeness import sessions_of
@@ -111,6 +112,7 @@ class Expiry:
 
     def __init__(self, node: Node, tier: MonitoredTier, follower: Follower) -> None:
         self._node, self._tier, self._follower = node, tier, follower
+        self._reserve = Reserve(node.id, tier)
         self._process = secrets.token_hex(8)
         self._lock = asyncio.Lock()
         self._seen: Recent[str, Sighting] = Recent(RUNS_REMEMBERED_MAX)
@@ -141,10 +143,11 @@ class Expiry:
 
     async def step(self) -> float | None:
         """Background: the runs whose time has come; now and then all of them. Returns the pause in seconds."""
-        if self.off or not self._tier.usable:
+        if self.off or not self._tier.takes_deletions:
             return None
         now_s = self._node.clock.monotonic()
         try:
+            await self._reserve.keep()
             if now_s >= self._look_at_all_s:
                 for run in await self.runs():
                     self._due.setdefault(run, now_s)
@@ -188,7 +191,7 @@ class Expiry:
         rule = rule_of(run, self._tier.name, self._node.config.retain)
         if rule is None or self.off:
             return []
-        if not self._tier.usable:
+        if not self._tier.takes_deletions:
             raise Unavailable("the tier cannot be reached", retry_after_s=5.0, tier=self._tier.name, reason=self._tier.reason)
         async with self._lock:
             fates = await self._look(run, rule, apply)
@@ -344,9 +347,9 @@ class Expiry:
         document, key = msgspec.json.encode(ledger), ledger_key(ledger.run)
         try:
             if hold.tag:
-                info = await self._tier.tier.put_small(key, document, if_match=hold.tag)
+                info = await self._reserve.put(key, document, if_match=hold.tag)
             else:
-                info = await self._tier.tier.put_small(key, document, if_absent=True)
+                info = await self._reserve.put(key, document, if_absent=True)
         except AlreadyExists as error:
             raise Busy(self._tier.name, ledger.run) from error
         if info.modified_s is None:
@@ -435,7 +438,7 @@ class Expiry:
             if there[1] != entry.committed_s:  # saved again since
                 await self._tier.tier.delete(aside)
                 return REPLACED
-            await self._tier.tier.put_small(aside, there[3])
+            await self._reserve.put(aside, there[3])
             failpoints.hit("expire.kept_aside")
             # Noted first, looked for pins then; whoever pins says so first and looks at the ledger then: one sees the other.
             if entry.step in await pinned_steps(self._node, self._tier, run):
