@@ -282,9 +282,30 @@ COMPARISONS = (
     Mutation(
         "fd lane: a chunk as the client reads it",
         FD_READ,
-        "if crc32c(chunk) != self._crcs[offset // self.chunk_size]:",
+        "if crc32c(chunk) != self.crcs[offset // self.chunk_size]:",
         "if False:",
         ("tests/integration/test_fd_lane.py",),
+    ),
+    Mutation(
+        "fd lane: a chunk of a mapping",
+        "client/forebay/lanes/fd_map.py",
+        "good = crc32c(whole[low : min(self._size, low + self._chunk_size)]) == self._crcs[index]",
+        "good = True",
+        ("tests/client/test_client_safetensors.py",),
+    ),
+    Mutation(
+        "write-through: a chunk as it arrives",
+        "gateway/forebay_gateway/paths/through.py",
+        "if crc32c(data) != crc:",
+        "if False:",
+        ("tests/paths/test_write_through.py",),
+    ),
+    Mutation(
+        "write-through: the chunks against the shard",
+        "gateway/forebay_gateway/paths/through.py",
+        "if combined != crc:",
+        "if False:",
+        ("tests/paths/test_write_through.py",),
     ),
     Mutation(
         "fd lane: the table of chunks against the shard",
@@ -406,7 +427,7 @@ COMPARISONS = (
     Mutation(
         "fd lane: chunk CRC on restore",
         "client/forebay/lanes/fd_read.py",
-        "if sums.chunk(index) != self._crcs[index]",
+        "if sums.chunk(index) != self.crcs[index]",
         "if False",
         ("tests/integration/test_fd_lane.py",),
     ),
