@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, PermissionDenied, Unsupported
 from forebay_gateway.core.records import SessionRow
+from forebay_gateway.paths import verdicts
+from forebay_gateway.paths.verdicts import Book
+from forebay_gateway.tiers.monitor import MonitoredTier
 from paths.joint_kit import RUN, Job, JobNode, job
 
 EVERY_3 = f'[[policy]]\nrun = "{RUN}"\nevery = 3\n'
@@ -120,3 +126,37 @@ async def test_no_manifest_names_what_is_being_taken_away(tmp_path: Path) -> Non
         await all_nodes.turns(60, 10.0)
         assert all_nodes.where(2) == [["complete"]] * 3
         assert all_nodes.shards(2) == ["w0.bin", "w1.bin", "w2.bin"]
+
+
+# -- a document that cannot be used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.expected_logs("nothing of this run is left out here")
+@pytest.mark.parametrize("error", [Corrupt, InvalidArgument, Unsupported])
+async def test_a_document_that_cannot_be_read_keeps_nothing_from_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[ForebayError]
+) -> None:
+    async def unreadable(tier: MonitoredTier, run: str) -> Book:
+        raise error("for a test")
+
+    monkeypatch.setattr(verdicts, "read_book", unreadable)
+    async with job(tmp_path, EVERY_3) as all_nodes:
+        await all_nodes.save(1, 2, 3)
+        await all_nodes.turns(20)
+        assert all_nodes.where(1, 2, 3) == [["complete"] * 3] * 2
+
+
+async def test_a_word_that_is_refused_for_want_of_rights_is_said_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(tier: MonitoredTier, book: Book, document: object) -> Book:
+        raise PermissionDenied("for a test")
+
+    async with job(tmp_path, EVERY_3) as all_nodes:
+        with monkeypatch.context() as patch:
+            patch.setattr(verdicts, "write_book", refused)
+            await all_nodes.save(1)
+            await all_nodes.turns(3)
+            assert all_nodes.shards(1) == []
+            assert {node.node.tiers["pfs"].state.value for node in all_nodes.nodes} == {"ok", "denied"}
+        await all_nodes.nodes[0].node.tiers["pfs"].step()
+        await all_nodes.turns()
+        assert all_nodes.where(1) == [["complete"]] * 2

@@ -129,6 +129,13 @@ class Scheduler(Heaps):
             checkpoint.may_skip, checkpoint.awaits = True, False
             self._look_again(checkpoint)
 
+    def alone(self, session_id: int) -> None:
+        """No other node is waited for."""
+        checkpoint = self._checkpoints.get(session_id)
+        if checkpoint is not None and checkpoint.awaits:
+            checkpoint.awaits = False
+            self._look_again(checkpoint)
+
     def awaits(self, session_id: int) -> None:
         """Another node decides on it, and has not yet: nothing of it begins to go before."""
         checkpoint = self._checkpoints.get(session_id)

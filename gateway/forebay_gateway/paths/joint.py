@@ -19,13 +19,14 @@ from enum import Enum
 from hashlib import sha256
 
 from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.errors import Unsupported
+from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
 from forebay_gateway.core.schedule import Rules, RunRules
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.skip import Taken, cadence_setting, is_begun, is_outrun, must_go
 from forebay_gateway.paths.verdicts import Unsaid, Verdicts, name_of
 from forebay_gateway.paths.wholeness import complete_at_cache, sessions_of
+from forebay_gateway.tiers.monitor import OF_ONE_OBJECT
 
 log = logging.getLogger("forebay.joint")
 
@@ -89,7 +90,7 @@ class Joint:
         self._said_s: dict[int, float] = {}  # sessions that go, since when
         self._runs: dict[str, tuple[float, float]] = {}  # watched: since when, and when the tier is asked next
         self._stuck_s: dict[str, float] = {}
-        self._newer: set[str] = set()  # runs that a newer release decides on: here nothing of them is left out
+        self._left: set[str] = set()  # runs that a newer release decides on, or the like: here nothing of them is left out
         self._has_looked_back = False
 
     @property
@@ -107,6 +108,8 @@ class Joint:
         awaited = self._awaited.pop(session.id, None)
         if not self._is_joint(txn, session):
             return Stance.ALONE
+        if session.run in self._left:
+            return Stance.GOES
         now_s = self._node.clock.monotonic()
         self._watch(session.run, now_s)
         verdict = self.verdicts.of(session)
@@ -132,7 +135,7 @@ class Joint:
     def _is_joint(self, txn: ReadTxn, session: SessionRow) -> bool:
         if session.writers == 1 or session.publish.get(self._tier) is not PublishState.PENDING:
             return False
-        if not may_leave_out(rules_of(self._node, self._tier, session.run)) or not self.can or session.run in self._newer:
+        if not may_leave_out(rules_of(self._node, self._tier, session.run)) or not self.can:
             return False
         return not all_here(txn, session)
 
@@ -174,7 +177,7 @@ class Joint:
         over = self.claims.get(session.id) is Claim.MUST_GO
         try:
             verdict = await self.verdicts.say(session, goes, reason, over=over)
-        except Unsupported as error:
+        except OF_ONE_OBJECT as error:
             self._leave(session.run, error)
             return True
         self.claims.pop(session.id, None)
@@ -197,10 +200,13 @@ class Joint:
             except Unsaid as error:  # said again before anything of it begins to go
                 self._node.tiers[self._tier].failed(error.cause)
 
-    def _leave(self, run: str, error: Unsupported) -> None:
+    def _leave(self, run: str, error: ForebayError) -> None:
+        """The document cannot be used, now or ever: that must not keep the run's data from going, nor any other's."""
         log.warning("nothing of this run is left out here tier=%s run=%s error=%s", self._tier, run, error)
-        self._newer.add(run)
-        for session_id in [each for each, awaited in self._awaited.items() if awaited.run == run]:
+        self._left.add(run)
+        with self._node.catalog.read() as txn:
+            claimed = [each.id for number in self.claims if (each := txn.session(number)) is not None and each.run == run]
+        for session_id in [*claimed, *(each for each, awaited in self._awaited.items() if awaited.run == run)]:
             self._node.changes.tell(session_id)
 
     # -- what others said ----------------------------------------------------------------------------------------------
@@ -236,7 +242,7 @@ class Joint:
     async def _look(self, run: str) -> None:
         try:
             await self.verdicts.read(run)
-        except Unsupported as error:
+        except OF_ONE_OBJECT as error:
             self._leave(run, error)
             del self._runs[run]
             return
@@ -330,7 +336,7 @@ class Joint:
         """Whether it stands on the tier now that no node is to bring it out. Raises as the tier does."""
         try:
             await self.verdicts.read(session.run)
-        except Unsupported:
+        except OF_ONE_OBJECT:
             return False
         verdict = self.verdicts.of(session)
         if session.run not in self._runs:

@@ -171,7 +171,7 @@ class Order:
     async def skip(self, decision: Skip) -> bool:
         """Leave a checkpoint out, in the catalog; False where that is not so any more: then all is looked at anew. Raises
         Unsaid where the other nodes that save it could not be told."""
-        if decision.session_id in self.joint.claims and not await self._agreed(decision):
+        if not await self._agreed(decision):
             self._begin()
             return False
         act = partial(begin_skip, decision.session_id, self._tier, decision.reason, self._cadence(decision.run))
@@ -186,8 +186,11 @@ class Order:
     async def _agreed(self, decision: Skip) -> bool:
         with self._node.catalog.read() as txn:
             session = txn.session(decision.session_id)
+            is_alone = session is not None and (session.writers == 1 or all_here(txn, session))
             may = session is not None and may_be_left_out(txn, session, self._tier)
-        if session is None or not may:
+        if is_alone:
+            return True
+        if session is None or not may or session.id not in self.joint.claims:
             self._kept.add(decision.session_id)
             return False
         try:
@@ -315,7 +318,9 @@ class Order:
             self._scheduler.goes(session.id)
         elif stance is Stance.AWAITS:
             self._scheduler.awaits(session.id)
-        elif stance is Stance.DECIDES and session.id not in self._kept:
+        elif stance is Stance.ALONE:
+            self._scheduler.alone(session.id)
+        elif session.id not in self._kept:
             self._scheduler.decides(session.id)
 
     def _add(

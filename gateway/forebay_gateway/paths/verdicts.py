@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forebay_gateway.base import failpoints
-from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, PermissionDenied, Unavailable
 from forebay_gateway.core.layout import verdicts_key
 from forebay_gateway.core.records import SessionRow
 from forebay_gateway.core.verdicts import Name, RunVerdicts, Verdict, read_verdicts
@@ -116,8 +116,8 @@ class Verdicts:
         self._heeded.pop(run, None)
 
     async def say(self, session: SessionRow, goes: bool, reason: str = "", *, over: bool = False) -> Verdict:
-        """The verdict that counts: this one, or what was said before; `over` takes a skip back. Raises Unsaid, and Unsupported
-        where a newer release decides."""
+        """The verdict that counts: this one, or what was said before; `over` takes a skip back. Raises Unsaid, Unsupported
+        where a newer release decides, and what a tier says of one object alone."""
         wanted = Verdict(*name_of(session), goes, reason, self._node.id)
         tier = self._node.tiers[self._tier]
         try:
@@ -133,7 +133,7 @@ class Verdicts:
                     self._books[session.run] = written
                     return wanted
                 await self.read(session.run)
-        except Unavailable as error:
+        except (Unavailable, PermissionDenied) as error:
             raise Unsaid(error) from error
         raise Unsaid(Unavailable("other nodes are faster again and again", run=session.run))
 
