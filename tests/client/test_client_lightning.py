@@ -21,6 +21,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 import forebay  # noqa: E402
 from forebay import Client  # noqa: E402
 from forebay.lightning import ForebayCheckpointIO  # noqa: E402
+from forebay.lightning.places import Place  # noqa: E402
+from forebay.lightning.removals import Removals  # noqa: E402
 from forebay.testing import MemoryGateway  # noqa: E402
 
 # Lightning warns of few workers, of directories that are not empty, and of its own dependencies.
@@ -330,6 +332,32 @@ def test_a_dropped_checkpoint_waits_for_its_successor(memory: MemoryGateway, cli
     plugin.remove_checkpoint("forebay://team/lit/none.ckpt")
     plugin.teardown()
     assert third != second
+
+
+def test_removing_while_no_gateway_answers(expected_logs: Any) -> None:
+    """It is asked once and not once for each: training waits. All of them are removed when it answers."""
+    expected_logs.allow("is removed later")
+    away, answers = Answers(forebay.Unavailable("away")), Answers(forebay.NotFound("gone"))
+    removals = Removals()
+    for step in (1, 2, 3):
+        removals.add(Place(RUN, step, "x.ckpt"), 1)
+    assert [place.step for place in removals.carry_out(away)] == [1, 2, 3]  # type: ignore[arg-type]
+    assert away.asked == [1]
+    assert removals.carry_out(answers) == []  # type: ignore[arg-type]
+    assert answers.asked == [1, 2, 3]
+
+
+class Answers:
+    """A client that is asked, and raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.asked: list[int] = []
+
+    def describe(self, run: str, step: int) -> Any:
+        """As Client.describe()."""
+        self.asked.append(step)
+        raise self.error
 
 
 def test_a_pinned_checkpoint_stays(memory: MemoryGateway, client: Client, expected_logs: Any) -> None:
