@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 
 import forebay  # noqa: E402
+from client import launched, lit_jobs  # noqa: E402
 from forebay import Client  # noqa: E402
 from forebay.lightning import ForebayCheckpointIO  # noqa: E402
 from forebay.lightning.places import Place  # noqa: E402
@@ -203,6 +204,27 @@ def test_what_changes_after_the_call_is_not_saved(memory: MemoryGateway) -> None
     weights.fill_(7)
     assert torch.equal(plugin.load_checkpoint(f"forebay://{RUN}/3/x.ckpt", weights_only=True)["w"], kept)
     plugin.teardown()
+
+
+@pytest.mark.slow
+def test_two_ranks(memory: MemoryGateway, client: Client, tmp_path: Path) -> None:
+    """Of DDP: one saves for both, both load, and the losses of each are those of a job that did not stop.
+
+    The second job, on a node of its own, has not dropped what the first one kept.
+    """
+    assert all("WELL" in said for said in launched.ranks(lit_jobs.__file__, 2, memory.address, str(tmp_path)))
+    assert steps_of(client, lit_jobs.RUN) == steps_of(client, f"{lit_jobs.RUN}/last") == [4, 8]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_ends_every_rank(memory: MemoryGateway, tmp_path: Path) -> None:
+    """The rank that saves says why; the others do not wait for it."""
+    memory.fail("CommitPart", forebay.PermissionDenied("read only"), times=9)
+    (first, _, said), (second, *_) = launched.launch(lit_jobs.__file__, 2, memory.address, str(tmp_path))
+    assert first != 0
+    assert second != 0
+    assert f"commit of {lit_jobs.RUN}/2 in the background" in said
+    assert "read only" in said
 
 
 def test_inside_lightnings_own_wrapper(memory: MemoryGateway, client: Client, tmp_path: Path) -> None:
