@@ -221,7 +221,7 @@ def save_state(
     """Accelerate's save_state() as a checkpoint; every rank calls it. `options` are those of save_state().
 
     Each rank writes to a directory of its own that is gone afterwards (or to the project's, with automatic_checkpoint_naming).
-    Raises as Client.checkpoint().
+    It waits for no other rank: the checkpoint is complete once all have returned. Raises as Client.checkpoint().
     """
     session = ranks.agreed(save_session)
     rank, count = accelerator.process_index, accelerator.num_processes

@@ -20,6 +20,8 @@ from forebay.session import save_session
 from forebay.types import CommitReceipt
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
     from forebay.state.document import Json
 
 FORMAT = 1
@@ -41,7 +43,8 @@ class TrainState:
     it. The rank is that of torch.distributed, where it has been initialised.
 
     For sharded models hand the TrainState itself to torch.distributed.checkpoint: it is a Stateful, and what DCP then saves can
-    be loaded over another number of ranks: `dcp.save({"train": state}, storage_writer=ForebayStorageWriter(...))`.
+    be loaded over another number of ranks: `dcp.save({"train": state}, storage_writer=ForebayStorageWriter(...))`. Over more
+    ranks than saved it, dcp.load() needs `planner=state.load_planner()`.
 
     Nothing is pickled by save(), and restore() runs no code of a checkpoint. Raises InvalidArgument for what is no part.
     """
@@ -149,6 +152,13 @@ class TrainState:
         shared, own = dcp.of_text(state_dict["shared"]), dcp.of_text(state_dict[_rank_name(rank)])
         self.step = int(shared["step"])
         self._give({**shared["parts"], **own["parts"]}, own.get("rng"))
+
+    @staticmethod
+    def load_planner() -> "DefaultLoadPlanner":
+        """For dcp.load() over more ranks than saved: the others keep their generators and loaders. DCP's own planner raises."""
+        from forebay.state import dcp
+
+        return dcp.FewerRanksPlanner()
 
     # What stands in a checkpoint
 

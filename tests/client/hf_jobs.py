@@ -70,6 +70,7 @@ def trainers(address: str, directory: Path) -> None:
         assert where == (str(directory / "b" / "checkpoint-2") if steps == 4 else None)
         trainer.train(resume_from_checkpoint=where)
         assert trainer.state.global_step == steps
+        torch.distributed.barrier()  # complete once all have committed
 
 
 def accelerators(address: str, directory: Path) -> None:
@@ -80,6 +81,7 @@ def accelerators(address: str, directory: Path) -> None:
     torch.nn.init.ones_(model.weight)
     model = accelerator.prepare(model)
     save_state(accelerator, f"{RUN}/accelerate", 4, address)
+    accelerator.wait_for_everyone()  # complete once all have committed
     drawn = torch.rand(3)
     torch.nn.init.constant_(accelerator.unwrap_model(model).weight, 7)
     assert load_state(accelerator, f"{RUN}/accelerate", directory, address) == 4

@@ -1,8 +1,6 @@
 """forebay.huggingface: real Trainers of tiny models, alone and as two ranks; save_pretrained; Accelerate. No download."""
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import forebay  # noqa: E402
 from client import hf_jobs  # noqa: E402
 from client.conftest import RealGateway  # noqa: E402
 from client.hf_jobs import RUN, Rows, arguments, losses, tiny  # noqa: E402
+from client.launched import ranks  # noqa: E402
 from forebay import Client  # noqa: E402
 from forebay.huggingface import (  # noqa: E402
     ForebayCallback,
@@ -163,27 +162,6 @@ def test_waiting_for_a_tier(memory: MemoryGateway, client: Client, tmp_path: Pat
     client.hold()
     with pytest.raises(forebay.DeadlineExceeded, match="this part is committed"):
         train(tmp_path / "b", 2, ForebayCallback("team/other", client=client, wait="pfs", timeout=0.1))
-
-
-def ranks(script: str, count: int, *arguments: str) -> list[str]:
-    """Run a script as that many ranks, as torchrun would; what each said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launched = []
-    for rank in range(count):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", script, *arguments]
-        launched.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    try:
-        said = [process.communicate(timeout=150) for process in launched]
-    finally:
-        for process in launched:
-            process.kill()
-    for process, (_, errors) in zip(launched, said, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [out for out, _ in said]
 
 
 @pytest.mark.slow

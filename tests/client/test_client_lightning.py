@@ -19,8 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 
 import forebay  # noqa: E402
+from client import launched, lit_jobs  # noqa: E402
 from forebay import Client  # noqa: E402
 from forebay.lightning import ForebayCheckpointIO  # noqa: E402
+from forebay.lightning.places import Place  # noqa: E402
+from forebay.lightning.removals import Removals  # noqa: E402
 from forebay.testing import MemoryGateway  # noqa: E402
 
 # Lightning warns of few workers, of directories that are not empty, and of its own dependencies.
@@ -203,6 +206,27 @@ def test_what_changes_after_the_call_is_not_saved(memory: MemoryGateway) -> None
     plugin.teardown()
 
 
+@pytest.mark.slow
+def test_two_ranks(memory: MemoryGateway, client: Client, tmp_path: Path) -> None:
+    """Of DDP: one saves for both, both load, and the losses of each are those of a job that did not stop.
+
+    The second job, on a node of its own, has not dropped what the first one kept.
+    """
+    assert all("WELL" in said for said in launched.ranks(lit_jobs.__file__, 2, memory.address, str(tmp_path)))
+    assert steps_of(client, lit_jobs.RUN) == steps_of(client, f"{lit_jobs.RUN}/last") == [4, 8]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_ends_every_rank(memory: MemoryGateway, tmp_path: Path) -> None:
+    """The rank that saves says why; the others do not wait for it."""
+    memory.fail("CommitPart", forebay.PermissionDenied("read only"), times=9)
+    (first, _, said), (second, *_) = launched.launch(lit_jobs.__file__, 2, memory.address, str(tmp_path))
+    assert first != 0
+    assert second != 0
+    assert f"commit of {lit_jobs.RUN}/2 in the background" in said
+    assert "read only" in said
+
+
 def test_inside_lightnings_own_wrapper(memory: MemoryGateway, client: Client, tmp_path: Path) -> None:
     plugin = AsyncCheckpointIO(ForebayCheckpointIO(RUN, memory.address))
     trainer_with(plugin, 4, tmp_path, every(tmp_path / "ckpt", save_top_k=-1)).fit(model(), batches())
@@ -330,6 +354,32 @@ def test_a_dropped_checkpoint_waits_for_its_successor(memory: MemoryGateway, cli
     plugin.remove_checkpoint("forebay://team/lit/none.ckpt")
     plugin.teardown()
     assert third != second
+
+
+def test_removing_while_no_gateway_answers(expected_logs: Any) -> None:
+    """It is asked once and not once for each: training waits. All of them are removed when it answers."""
+    expected_logs.allow("is removed later")
+    away, answers = Answers(forebay.Unavailable("away")), Answers(forebay.NotFound("gone"))
+    removals = Removals()
+    for step in (1, 2, 3):
+        removals.add(Place(RUN, step, "x.ckpt"), 1)
+    assert [place.step for place in removals.carry_out(away)] == [1, 2, 3]  # type: ignore[arg-type]
+    assert away.asked == [1]
+    assert removals.carry_out(answers) == []  # type: ignore[arg-type]
+    assert answers.asked == [1, 2, 3]
+
+
+class Answers:
+    """A client that is asked, and raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.asked: list[int] = []
+
+    def describe(self, run: str, step: int) -> Any:
+        """As Client.describe()."""
+        self.asked.append(step)
+        raise self.error
 
 
 def test_a_pinned_checkpoint_stays(memory: MemoryGateway, client: Client, expected_logs: Any) -> None:

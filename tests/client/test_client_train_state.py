@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import forebay  # noqa: E402
 from client import train_jobs  # noqa: E402
-from client.train_jobs import STEPS, Job  # noqa: E402
+from client.train_jobs import ALONE, ALONE_SEED, STEPS, Job  # noqa: E402
 from forebay import Client, Corrupt, Incomplete, InvalidArgument, NotFound, TrainState, Unavailable  # noqa: E402
 from forebay.state import tensors  # noqa: E402
 from forebay.state.document import decode, encode, inline  # noqa: E402
@@ -112,7 +112,13 @@ def test_a_job_that_is_killed(memory: MemoryGateway, tmp_path: Path, whole: dict
 
 @pytest.mark.slow
 def test_two_ranks(memory: MemoryGateway, memory_client: Client, tmp_path: Path, expected_logs: Any) -> None:
-    """Rank 0 saves what they share, each its own; a job of more ranks than saved is told, unless it does not mind."""
+    """Rank 0 saves what they share, each its own; a job of more ranks than saved is told, unless it does not mind.
+
+    By DCP, too: two ranks load what one saved, and one what two saved.
+    """
+    alone = Job(seed=ALONE_SEED)
+    alone.state.step = 2
+    dcp.save({"train": alone.state}, storage_writer=ForebayStorageWriter(ALONE, 2, memory.address), no_dist=True)
     command = [sys.executable, "-W", "ignore", train_jobs.__file__, memory.address, RUN, str(tmp_path / "store")]
     launched = [
         subprocess.Popen(
@@ -140,6 +146,35 @@ def test_two_ranks(memory: MemoryGateway, memory_client: Client, tmp_path: Path,
             Job().state.restore(memory_client, RUN, 3)
         expected_logs.allow("this rank's generators and loaders stay as they are")
         assert Job().state.restore(memory_client, RUN, 3, strict=False) == 3
+    fewer = Job(seed=8)
+    dcp.load({"train": fewer.state}, storage_reader=ForebayStorageReader(RUN, 5, memory.address), no_dist=True)
+    assert fewer.jitter.random() == numpy.random.default_rng(0).random()
+
+
+def test_more_ranks_than_saved(memory: MemoryGateway, monkeypatch: pytest.MonkeyPatch, expected_logs: Any) -> None:
+    """By DCP: its own planner raises; the state's passes over that alone, and still raises for what all ranks need."""
+    first = Job()
+    first.losses(2)
+    dcp.save({"train": first.state}, storage_writer=ForebayStorageWriter(RUN, 2, memory.address), no_dist=True)
+    monkeypatch.setattr("forebay.state.ranks.place", lambda: (1, 2))
+    second = Job(seed=4)
+
+    def load(state: TrainState, **options: Any) -> None:
+        reader = ForebayStorageReader(RUN, 2, memory.address)
+        dcp.load({"train": state}, storage_reader=reader, no_dist=True, **options)
+
+    expected_logs.allow("Missing key")
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: train\.rank-00001"):
+        load(second.state)
+    expected_logs.allow("there were fewer ranks")
+    jitter = second.jitter.bit_generator.state
+    load(second.state, planner=second.state.load_planner())
+    assert second.state.step == 2
+    assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
+    assert second.jitter.bit_generator.state == jitter
+    wider = TrainState(model=torch.nn.Sequential(*second.model, torch.nn.Linear(1, 1)))
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: train\.model"):
+        load(wider, planner=wider.load_planner())
 
 
 def test_what_changes_after_an_async_save_is_not_saved(memory_client: Client) -> None:

@@ -22,6 +22,7 @@ import forebay
 from forebay.torch import ForebayStorageReader, ForebayStorageWriter
 
 STEPS, EPOCH = 14, 5
+ALONE, ALONE_SEED = "team/alone", 31
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -109,8 +110,19 @@ def one_rank(address: str, run: str, store: str) -> None:
     drawn = random.random(), torch.rand(2)
     dcp.load({"train": other.state}, storage_reader=ForebayStorageReader(run, 5, address))
     assert drawn[0] == random.random() and torch.equal(drawn[1], torch.rand(2))
+    of_fewer_ranks(address, rank)
     dist.destroy_process_group()
     print("WELL")
+
+
+def of_fewer_ranks(address: str, rank: int) -> None:
+    """What one rank saved by DCP: all have what is shared, and the other ranks' generators stay as they are."""
+    other = Job(seed=70 + rank)
+    storage = ForebayStorageReader(ALONE, 2, address)
+    dcp.load({"train": other.state}, storage_reader=storage, planner=other.state.load_planner())
+    assert other.state.step == 2
+    assert other.model[0].weight.sum().item().hex() == Job(seed=ALONE_SEED).model[0].weight.sum().item().hex()
+    assert other.jitter.random() == numpy.random.default_rng(ALONE_SEED if rank == 0 else 70 + rank).random()
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 
 from forebay.api import Client
-from forebay.errors import ForebayError, InvalidArgument, NotFound
+from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay.lightning.places import Place, said
 
 _log = logging.getLogger("forebay")
@@ -44,7 +44,7 @@ class Removals:
     def carry_out(self, client: Client) -> list[Place]:
         """Remove what is due; what is still to be removed. What cannot be is logged, and no error."""
         left = []
-        for removal in self._due:
+        for index, removal in enumerate(self._due):
             try:
                 if not self._remove(client, removal):
                     left.append(removal)
@@ -52,6 +52,10 @@ class Removals:
                 continue
             except InvalidArgument as error:  # it is pinned: somebody wants it
                 _log.warning("%s stays: %s", removal.place, error)
+            except (DeadlineExceeded, Unavailable) as error:  # training stands still meanwhile: not again for each of them
+                _log.warning("%s is removed later, as is all else that was dropped: %s", removal.place, error)
+                left += self._due[index:]
+                break
             except ForebayError as error:
                 _log.warning("%s is removed later: %s", removal.place, error)
                 left.append(removal)

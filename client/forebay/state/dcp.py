@@ -5,15 +5,22 @@ the state of a loader has other keys at each step.
 """
 
 import json
+import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint import state_dict as of
 
 from forebay.errors import InvalidArgument
 from forebay.state.document import Inline, decode, encode, inline
 from forebay.state.parts import Part
+
+_OWN = re.compile(r"(.*\.)?rank-\d{5,}")  # what a rank has of its own, wherever the state lies
+
+_log = logging.getLogger("forebay")
 
 Sharded = dict[str, tuple[torch.nn.Module, torch.optim.Optimizer | None]]
 
@@ -61,3 +68,15 @@ def text(state: Any) -> str:
 def of_text(written: str) -> Any:
     """What text() was given."""
     return decode(json.loads(written), inline)
+
+
+class FewerRanksPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
+    """DCP's own, which passes over what a rank would have of its own where it was not there to save it. All else is needed."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """As DefaultLoadPlanner."""
+        saved = () if self.metadata is None else self.metadata.state_dict_metadata
+        for key in [key for key in self.state_dict if _OWN.fullmatch(key) and key not in saved]:
+            _log.warning("%r was not saved: there were fewer ranks; this rank's generators and loaders stay as they are", key)
+            del self.state_dict[key]
+        return super().create_local_plan()
