@@ -284,3 +284,29 @@ def _recut(pieces: Iterable[Any], chunk_size: int, label: str) -> Iterator[Piece
                 held = bytearray()
     if held:
         yield held
+
+
+class CountingFile:
+    """A file, for a library that writes one, that keeps nothing but its length."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Count."""
+        length = memoryview(data).nbytes
+        self.size += length
+        return length
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Over data that is skipped."""
+        assert whence == io.SEEK_CUR
+        self.size += offset
+        return self.size
+
+    def tell(self) -> int:
+        """The length so far."""
+        return self.size
+
+    def flush(self) -> None:
+        """Nothing to do."""

@@ -10,7 +10,7 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.core.errors import PermissionDenied, Unavailable, Unsupported
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CheckpointRow, PublishState
-from forebay_gateway.core.retention import ledger_key, pins_dir, reserve_key
+from forebay_gateway.core.retention import RESERVE_KEY, ledger_key, pins_dir
 from forebay_gateway.core.states import CopyEvent
 from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
 from forebay_gateway.paths.reserve import RESERVE_BYTES
@@ -284,21 +284,21 @@ async def test_a_tier_that_is_full_is_freed_by_its_rules(tmp_path: Path, monkeyp
     async with Here(tmp_path, {"pfs": store}, keys=LAST_2) as node:
         await node.save("r", 1, 2, 3)
         await node.expiries["pfs"]._reserve.keep()
-        assert [len(store.objects[key].data) for key in store.objects if key == reserve_key("a")] == [RESERVE_BYTES]
+        assert len(store.objects[RESERVE_KEY].data) == RESERVE_BYTES
         limit_bytes = stored_bytes()
         node.node.tiers["pfs"].failed(StorageFull("no space left"))
         assert node.node.tiers["pfs"].state is TierState.FULL
         assert await node.expiries["pfs"].step() is not None
         assert node.on_tier("r") == [2, 3]
-        assert reserve_key("a") not in store.objects
+        assert RESERVE_KEY not in store.objects
         node.node.tiers["pfs"].worked()
         await node.clock.advance(LOOK_S)
         await node.expiries["pfs"].step()
-        assert reserve_key("a") in store.objects  # for the next time
+        assert RESERVE_KEY in store.objects  # for the next time
         assert node.known("r") == [2, 3]
         limit_bytes = 1 << 40
         await node.save("r", 4)
-        del store.objects[reserve_key("a")]
+        del store.objects[RESERVE_KEY]
         limit_bytes = stored_bytes()
         with pytest.raises(StorageFull):
             await node.look("r")

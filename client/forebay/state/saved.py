@@ -11,7 +11,7 @@ import torch
 
 from forebay.errors import InvalidArgument
 from forebay.reader import Reader
-from forebay.sources import FilledSource
+from forebay.sources import CountingFile, FilledSource
 
 BUFFER_BYTES = 1 << 20
 
@@ -22,7 +22,7 @@ class SavedFile(FilledSource):
     def __init__(self, name: str, value: Any) -> None:
         self._name = name
         self._value = value
-        counter = _Counter()
+        counter = CountingFile()
         with torch.serialization.skip_data():
             self._save(counter)
         self.size: int = counter.size
@@ -41,32 +41,6 @@ class SavedFile(FilledSource):
             torch.save(self._value, file)
         except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises depends on the object
             raise InvalidArgument(f"{self.label}: it holds something that cannot be saved: {error}") from error
-
-
-class _Counter:
-    """A file that keeps nothing but its length."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        """Count."""
-        length = memoryview(data).nbytes
-        self.size += length
-        return length
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Over data that is skipped."""
-        assert whence == io.SEEK_CUR
-        self.size += offset
-        return self.size
-
-    def tell(self) -> int:
-        """The length so far."""
-        return self.size
-
-    def flush(self) -> None:
-        """Nothing to do."""
 
 
 class _Into:

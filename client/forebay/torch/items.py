@@ -5,7 +5,6 @@ sending. No file is ever in memory as a whole: a tensor on the CPU that fills it
 copied, and two copies are held at most (from a GPU: `copy_ahead` bytes of them besides, as DCP does).
 """
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
-from forebay.sources import IterableSource, Piece, Source, view_of
+from forebay.sources import CountingFile, IterableSource, Piece, Source, view_of
 from forebay_wire.memory import address_of
 
 _IN_PLACE_BYTES_MIN = 64 << 10  # smaller records are copied: joined to their neighbours they are one piece less
@@ -92,7 +91,7 @@ def saved_size(tensor: torch.Tensor) -> int | None:
         return None
     if not _in_place(tensor):
         tensor = torch.empty_like(tensor, device="cpu")  # shaped as the copy will be; its memory is never touched
-    counter = _Counter()
+    counter = CountingFile()
     with skip_data():
         torch.save(tensor, counter)
     return counter.size
@@ -109,32 +108,6 @@ def saved(tensor: torch.Tensor) -> list[memoryview]:
 def _in_place(tensor: torch.Tensor) -> bool:
     """Whether DCP's loaders hand this tensor out as it is, and make no copy of it."""
     return bool(tensor.is_cpu and tensor.untyped_storage().size() == tensor.nbytes)
-
-
-class _Counter:
-    """A file for torch.save that keeps nothing but its length."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        """Count."""
-        length = memoryview(data).nbytes
-        self.size += length
-        return length
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Over data that is skipped."""
-        assert whence == io.SEEK_CUR
-        self.size += offset
-        return self.size
-
-    def tell(self) -> int:
-        """The length so far."""
-        return self.size
-
-    def flush(self) -> None:
-        """Nothing to do."""
 
 
 class _Recorder:

@@ -109,9 +109,7 @@ def tombstone_key(run: str, name: Name) -> str:
     return f"{CONTROL_DIR}/{RETAIN_DIR}/{run_hash(run)}/{name[0]:012d}-{name[1]}.json"
 
 
-def reserve_key(node: str) -> str:
-    """Of a node's document that only takes space, see paths/reserve.py."""
-    return f"{CONTROL_DIR}/{RETAIN_DIR}/reserve/{sha256(node.encode()).hexdigest()[:16]}"
+RESERVE_KEY = f"{CONTROL_DIR}/{RETAIN_DIR}/reserve"  # of the document that only takes space, see paths/reserve.py
 
 
 def pins_dir(run: str) -> str:

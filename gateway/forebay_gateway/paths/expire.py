@@ -112,7 +112,7 @@ class Expiry:
 
     def __init__(self, node: Node, tier: MonitoredTier, follower: Follower) -> None:
         self._node, self._tier, self._follower = node, tier, follower
-        self._reserve = Reserve(node.id, tier)
+        self._reserve = Reserve(tier)
         self._process = secrets.token_hex(8)
         self._lock = asyncio.Lock()
         self._seen: Recent[str, Sighting] = Recent(RUNS_REMEMBERED_MAX)

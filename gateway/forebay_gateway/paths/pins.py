@@ -32,9 +32,13 @@ async def tell_pin(node: Node, run: str, step: int, pinned: bool) -> None:
 
 
 async def lift_pins(node: Node, run: str, step: int) -> None:
-    """Every node's pin of a checkpoint goes from every tier: one that is gone for good cannot lift its own. A node that lives
-    and has pinned it still says so anew at its next look. Raises Unavailable for a tier that is away."""
+    """Every node's pin of a checkpoint goes from every tier where retention works: one that is gone cannot lift its own.
+
+    A node that lives and has pinned it still says so anew at its next look. Raises Unavailable for a tier that is away.
+    """
     for tier in node.tiers.values():
+        if rule_of(run, tier.name, node.config.retain) is None:
+            continue
         if not tier.usable:
             raise Unavailable("a tier that may know of pins cannot be asked now", tier=tier.name, retry_after_s=5.0)
         listing = await tier.tier.list(pins_dir(run))

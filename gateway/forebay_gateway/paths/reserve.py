@@ -3,14 +3,15 @@
     while there is space: a document that holds some -> the ledger cannot be written: that document goes, the ledger comes
     -> what the ledger lets go of makes space -> the document is there again
 
-Owns one document a node and tier, below `.forebay/retain`. Not on object stores, which tell no end of their space.
+Owns one document a tier, of all nodes, below `.forebay/retain`; who used it puts it back. Not on object stores, which tell no
+end of their space.
 """
 
 import contextlib
 import secrets
 
 from forebay_gateway.core.errors import AlreadyExists, NotFound
-from forebay_gateway.core.retention import reserve_key
+from forebay_gateway.core.retention import RESERVE_KEY
 from forebay_gateway.tiers.base import ObjectInfo, StorageFull
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -18,19 +19,19 @@ RESERVE_BYTES = 1 << 20  # a ledger of a few thousand checkpoints, and a manifes
 
 
 class Reserve:
-    """Of one node on one tier."""
+    """On one tier."""
 
-    def __init__(self, node_id: str, tier: MonitoredTier) -> None:
-        self._key = reserve_key(node_id)
+    def __init__(self, tier: MonitoredTier) -> None:
         self._tier = tier
-        self._is_there = tier.tier.kind == "s3"
+        self._may_fill = tier.tier.kind != "s3"
+        self._is_there = False  # as far as this process knows
 
     async def keep(self) -> None:
         """Set it aside where it is not. Raises as the tier does."""
-        if self._is_there or not self._tier.usable:
+        if not self._may_fill or self._is_there or not self._tier.usable:
             return
         with contextlib.suppress(AlreadyExists):  # bytes that no file system makes smaller
-            await self._tier.tier.put_small(self._key, secrets.token_bytes(RESERVE_BYTES), if_absent=True)
+            await self._tier.tier.put_small(RESERVE_KEY, secrets.token_bytes(RESERVE_BYTES), if_absent=True)
         self._is_there = True
 
     async def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
@@ -39,9 +40,9 @@ class Reserve:
         try:
             return await self._tier.tier.put_small(key, data, if_absent=if_absent, if_match=if_match)
         except StorageFull:
-            if self._tier.tier.kind == "s3":
+            if not self._may_fill:
                 raise
             self._is_there = False
             with contextlib.suppress(NotFound):
-                await self._tier.tier.delete(self._key)
+                await self._tier.tier.delete(RESERVE_KEY)
             return await self._tier.tier.put_small(key, data, if_absent=if_absent, if_match=if_match)
