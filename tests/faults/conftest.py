@@ -1,4 +1,4 @@
-"""One real S3 server for all fault tests, and the results' file at the end."""
+"""A bucket on the real S3 server for all fault tests, and the results' file at the end."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +10,13 @@ from forebay.demo.seaweedfs import SeaweedFS
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """With its key in the standard AWS chain."""
-    with pytest.MonkeyPatch.context() as patch, SeaweedFS(tmp_path_factory.mktemp("weed"), bucket="faults") as server:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        yield server
+def s3_server(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("faults")
+
+
+@pytest.fixture(autouse=True)
+def key(s3_key: None) -> None:
+    """Of the server, for every test here."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,7 +53,7 @@ def show(file: _File = None, running: _Running = False, json: Json = False) -> i
 
 
 def reload(json: Json = False) -> int:
-    """Have the running gateway read its file again and apply what may change: policies, retention, tier.every, log.level.
+    """Have the running gateway read its file again and apply what may change: policies, retention, tiers' limits, log.level.
 
     What else differs takes a restart, and is named. An invalid file changes nothing; exit 2. JSON keys: changed, needs_restart.
     """

@@ -334,6 +334,11 @@ def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, uid: int
     return Config(node=node, cache=cache, tiers=tiers, policies=policies, retain=retain, metrics=metrics, log=log)
 
 
+def is_live(section: str, field: str) -> bool:
+    """Whether a key may change while the gateway serves; of policies and retention rules all may."""
+    return section in _UNNAMED or _KEYS[section][_key_name(field)].live
+
+
 def load_config(text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "") -> Config:
     """The configuration in TOML `text`, overridden by FOREBAY_* of `env`. `source` names the text in errors.
 
@@ -423,6 +428,7 @@ def config_table() -> str:
             variable = _variable("tier_<name>" if section == "tier" else section, name)
             shown = "" if (section, name) == ("tier", "name") or section in _UNNAMED else f"`{variable}`"
             meaning = (metas[name].description or "") + (f" Kind `{key.only}` only." if key.only else "")
+            meaning += " Live." if is_live(section, name) else ""
             label = f"`{section}.{name}`"
             rows.append(f"| {label} | {kind} | {_default_shown(key, defaults[name])} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"
