@@ -5,6 +5,8 @@
 # make clean   what these targets made
 # make protos  stubs from the .proto files     make docs   README's table from the code
 PYTHON ?= python3
+# Tests start thousands of processes; where bytecode may not be kept, each compiles every module anew, for half of its start.
+export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := proto/forebay_wire/v1/gateway.proto proto/forebay_wire/v1/admin.proto
@@ -16,9 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Three at a time, each file on one worker, the long ones not last: most tests wait for disks, processes and servers.
+# Four at a time, each file on one worker, the long ones not last: most tests wait for disks, processes and servers.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
 # The integrations with the frameworks that they are for, some gigabytes of them; without a framework `make test` skips its tests.
 HOSTS := tests/client/test_client_torch.py tests/client/test_client_train_state.py tests/client/test_client_lightning.py \

@@ -38,8 +38,21 @@ def test_what_is_no_json_of_theirs(text: str) -> None:
 ODD = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
 NAMES = st.sampled_from(
     [
-        *("nvme_smart_health_information_log", "percentage_used", "data_units_written", "critical_warning", "endurance_used"),
-        *("current_percent", "ata_smart_attributes", "table", "id", "value", "user_capacity", "bytes", "smartctl", "messages"),
+        "nvme_smart_health_information_log",
+        "percentage_used",
+        "data_units_written",
+        "critical_warning",
+        "endurance_used",
+        "current_percent",
+        "ata_smart_attributes",
+        "table",
+        "id",
+        "value",
+        "user_capacity",
+        "bytes",
+        "smartctl",
+        "messages",
+        "string",
     ]
 )
 
