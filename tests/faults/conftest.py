@@ -9,14 +9,14 @@ from faults import results, shim
 from forebay.demo.seaweedfs import SeaweedFS
 
 
-@pytest.fixture(scope="session")
-def s3_server(seaweed: SeaweedFS) -> SeaweedFS:
-    return seaweed.with_bucket("faults")
-
-
-@pytest.fixture(autouse=True)
-def key(s3_key: None) -> None:
-    """Of the server, for every test here."""
+@pytest.fixture(scope="module")
+def s3_server(seaweed: SeaweedFS) -> Iterator[SeaweedFS]:
+    """With its key in the standard AWS chain, from before the first tier of a module on."""
+    server = seaweed.with_bucket("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -174,7 +174,7 @@ def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway
     job.wait(gateway)
     flip_byte(cache_file_of(gateway, job.shards(0)[NAME]), 7)
     gateway.terminate()
-    gateway.start(failpoints="read.before_chunk=all*sleep:0.2")
+    gateway.start(failpoints="read.before_chunk=all*sleep:0.4")
     outcomes: list[int] = []
 
     def verify() -> None:  # until it is not the one that is refused
@@ -183,7 +183,7 @@ def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway
 
     first = threading.Thread(target=verify)
     first.start()
-    refused = eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode != 0)
+    refused = eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode == 5)
     assert_refused(refused, 5, "forebay verify", "is running")
     first.join()
     assert outcomes == [4]
