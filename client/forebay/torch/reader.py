@@ -26,6 +26,7 @@ from forebay.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.reader import Reader
 from forebay.torch.values import Placed, Range, values_of
+from forebay.torch.versions import transforms_of
 from forebay.torch.writer import METADATA_NAME
 
 THREADS = 4
@@ -191,8 +192,7 @@ class ForebayStorageReader(StorageReader):
 
     def _placed(self, item: ReadItem) -> tuple[str, Placed]:
         info = self.storage_data[item.storage_index]
-        transforms = getattr(info, "transform_descriptors", None) or ()  # older versions of torch have none
-        return info.relative_path, Placed(item, info.offset, info.length, transforms)
+        return info.relative_path, Placed(item, info.offset, info.length, transforms_of(info))
 
     def _read(self, ranges: Iterator[Range]) -> Iterator[tuple[ReadItem, Any]]:
         """All items in order; reading and unpickling is done ahead, on threads, as far as the bytes of it allow."""

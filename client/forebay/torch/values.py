@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from forebay.reader import Reader
+from forebay.torch.versions import transformed
 
 MAPPED_BYTES_MIN = 1 << 20  # below this a mapping costs more than the copies that it saves
-
-_transforms = dcp._StorageReaderTransforms()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def _inside(data: bytes, placed: Placed, start: int) -> io.BytesIO:
 
 
 def _value(placed: Placed, stream: io.BytesIO) -> Any:
-    plain: Any = _transforms.transform_load_stream(placed.item, placed.transforms, stream)
+    plain = transformed(placed.item, placed.transforms, stream)
     if plain is not stream and (placed.item.type == LoadItemType.BYTE_IO or not plain.seekable()):
         plain = io.BytesIO(plain.read(-1))
     if placed.item.type == LoadItemType.BYTE_IO:
