@@ -80,7 +80,12 @@ class _Room:
         like = torch.empty_like(tensor, device="meta")
         flat = torch.frombuffer(self._owner, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += _padded(tensor)
-        return flat.as_strided(like.size(), like.stride()).copy_(tensor)
+        made = flat.as_strided(like.size(), like.stride())
+        if like.stride() != tensor.stride():
+            return made.copy_(tensor)
+        # Without gaps: one copy, which several threads of torch would only slow down. A foreign call releases the GIL.
+        ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return made
 
 
 def _padded(tensor: torch.Tensor) -> int:

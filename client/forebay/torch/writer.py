@@ -73,8 +73,8 @@ class ForebayStorageWriter(StorageWriter, WarmStager):
     written at a time, bytes copied from a GPU ahead of sending, and whether a step that is complete may be saved again.
     Beyond these a thread holds two copied tensors at most, and a few chunks, never a file.
 
-    `dcp.async_save` copies the state first. For that the writer is a stager too, a WarmStager, which keeps the copy's memory for
-    the next save: use one writer for all steps, and its close() where memory is short. An `async_stager` that is given to
+    `dcp.async_save` copies the state first. For that the writer is a stager too, a WarmStager, which keeps the copy's memory
+    for the next save: use one writer for all steps, and its close() where memory is short. An `async_stager` that is given to
     async_save is used in its place.
 
     Raises InvalidArgument. DCP wraps what a rank raises into its CheckpointException.
