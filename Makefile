@@ -22,7 +22,8 @@ test: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
 # The integrations with the frameworks that they are for, some gigabytes of them; without a framework `make test` skips its tests.
-HOSTS := tests/client/test_client_torch.py tests/client/test_client_torch_staging.py tests/client/test_client_train_state.py \
+HOSTS := tests/client/test_client_torch.py tests/client/test_client_torch_direct.py tests/client/test_client_torch_staging.py \
+  tests/client/test_client_train_state.py \
   tests/client/test_client_lightning.py \
   tests/client/test_client_huggingface.py tests/client/test_client_fsspec.py tests/client/test_client_fsspec_hosts.py \
   tests/client/test_fsspec_suite.py tests/client/test_client_safetensors.py tests/client/test_client_handoff.py \

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RELEASES = ("2.6.0", "2.8.0")
 TESTS = (
     "tests/client/test_client_torch.py",
+    "tests/client/test_client_torch_direct.py",
     "tests/client/test_client_torch_staging.py",
     "tests/integration/test_torch_dcp.py",
 )

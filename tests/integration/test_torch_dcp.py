@@ -73,7 +73,14 @@ def test_the_example(make: MakeGateway) -> None:
     a = make("a").start()
     example = Path(__file__).parents[2] / "client" / "examples" / "dcp.py"
     command = [sys.executable, str(example), "--address", a.address, "--ranks", "4" if SOAK else "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "go on from step 3" in done.stdout
-    assert "step 3: " in done.stdout
+
+    def said(*words: str) -> str:
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    whole = said()
+    assert "go on from step 3" in whole
+    assert "step 3: " in whole
+    ways = [line.rsplit(maxsplit=2)[0] for line in said("--compare", "8", "--directory", str(a.directory)).splitlines()[1:]]
+    assert ways == [f"dcp.{verb}, {writer}" for verb in ("save", "async_save") for writer in ("FileSystemWriter", "Forebay")]
