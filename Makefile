@@ -1,6 +1,7 @@
 # make demo    the main job on real input: two gateways, a real S3 server, one node lost, everything compared
 # make test    all checks and tests            make lint   ruff, mypy, import-linter
 # make test-hosts   the integrations against the frameworks themselves, which it installs
+# make test-matrix  PyTorch's integration on two older releases of it, each in an environment of its own (some GB)
 # make bench   figures as ratios (BENCH=...)   make soak   long faults and kills, and figures of them
 # make clean   what these targets made
 # make protos  stubs from the .proto files     make docs   README's table from the code
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := proto/forebay_wire/v1/gateway.proto proto/forebay_wire/v1/admin.proto
 
-.PHONY: demo test test-hosts lint bench soak protos docs clean
+.PHONY: demo test test-hosts test-matrix lint bench soak protos docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,13 +24,20 @@ test: lint
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
 # The integrations with the frameworks that they are for, some gigabytes of them; without a framework `make test` skips its tests.
-HOSTS := tests/client/test_client_torch.py tests/client/test_client_train_state.py tests/client/test_client_lightning.py \
+HOSTS := tests/client/test_client_torch.py tests/client/test_client_torch_direct.py tests/client/test_client_torch_staging.py \
+  tests/client/test_client_train_state.py \
+  tests/client/test_client_lightning.py \
   tests/client/test_client_huggingface.py tests/client/test_client_fsspec.py tests/client/test_client_fsspec_hosts.py \
   tests/client/test_fsspec_suite.py tests/client/test_client_safetensors.py tests/client/test_client_handoff.py \
   tests/client/test_client_background.py tests/integration/test_torch_dcp.py tests/integration/test_handoff.py \
   tests/integration/test_training_examples.py
 test-hosts: $(VENV)/.hosts
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(HOSTS)
+
+# RELEASES="2.7.1 2.9.0" for others; what is installed is kept below .bench/ for the next time.
+RELEASES ?=
+test-matrix: $(VENV)/.installed
+	$(BIN)/python tests/matrix.py $(RELEASES)
 
 $(VENV)/.hosts: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hosts]'

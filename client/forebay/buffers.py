@@ -39,15 +39,14 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
-class _Mapping:
-    """Private anonymous memory that costs nothing until it is touched. It goes when its last view does."""
+class Mapping:
+    """Private anonymous memory that costs nothing until it is touched. It goes when its last view does. Raises OSError where
+    there is none."""
 
     def __init__(self, size: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        try:
-            self._memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
-        except (OSError, OverflowError) as error:
-            raise InvalidArgument(f"background_bytes={size}: so much memory cannot be mapped: {error}") from error
+        self._memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
+        self.size = size
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         skipped = -start % _HUGE_PAGE_BYTES
         self.address = start + skipped
@@ -73,7 +72,7 @@ class _Mapping:
 class Region:
     """Memory of the pool from take() to release(); begins at a page."""
 
-    def __init__(self, pool: "BufferPool", mapping: _Mapping, offset: int, size: int) -> None:
+    def __init__(self, pool: "BufferPool", mapping: Mapping, offset: int, size: int) -> None:
         self._pool = pool
         self._mapping = mapping
         self._offset = offset
@@ -99,7 +98,7 @@ class BufferPool:
     def __init__(self, size: int) -> None:
         self.size = size - size % PAGE_BYTES
         self._changed = threading.Condition()
-        self._mapping: _Mapping | None = None
+        self._mapping: Mapping | None = None
         self._free = [(0, self.size)] if self.size else []  # (offset, size), by offset, never adjacent
         self._queue: deque[object] = deque()
         self._closed = False
@@ -151,9 +150,12 @@ class BufferPool:
             self._mapping = None
             self._changed.notify_all()
 
-    def _mapped(self) -> _Mapping:
+    def _mapped(self) -> Mapping:
         if self._mapping is None:
-            self._mapping = _Mapping(self.size)
+            try:
+                self._mapping = Mapping(self.size)
+            except (OSError, OverflowError) as error:
+                raise InvalidArgument(f"background_bytes={self.size}: so much memory cannot be mapped: {error}") from error
         return self._mapping
 
     def _fit(self, size: int) -> int | None:

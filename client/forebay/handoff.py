@@ -5,6 +5,8 @@
     with forebay.directory(run, "latest", mode="r") as path:          # the files of a complete step, for as long as the block
         state = checkpointer.restore(path / "state")
 
+Tested with Orbax itself. Of DeepSpeed and Megatron only the layout that their ranks write is tested, with files of other bytes.
+
 Owns when such a directory is handed over, and that its files stay until they are acknowledged. Does not own where it lies
 (scratch.py) nor which files can be shards (directories.py).
 """
@@ -58,9 +60,9 @@ def directory(
     With mode "w", the default, the directory is empty. When the block ends, every file in it is put as a shard under its path,
     and committed as `writer`'s part of the step; `session`, `metadata`, `wait`, `timeout`, `final` and `lane` are as in
     Client.checkpoint() and commit(). Each rank has a directory of its own, also on one host, and hands over what it wrote
-    there: a name belongs to one writer, and the second one's is AlreadyExists, whatever it holds (through gateways of several
-    nodes it is found when the checkpoint is to become complete, so wait for a tier where that may happen). A rank of several
-    may have written nothing.
+    there: a name belongs to one writer, and the second one's is AlreadyExists, whatever it holds. Through gateways of several
+    nodes it is found when their parts meet on a tier: the checkpoint is then never complete, and whoever waits for a tier, of
+    writer 0 at once, gets Incomplete with the name. A rank of several may have written nothing.
     Where the block raises, nothing was sent and the files are removed. Where the hand-over fails, nothing becomes visible, the
     files are kept, and the error says where: they are yours to save again and to remove.
 

@@ -47,7 +47,8 @@ __all__ = [
     "save_state",
 ]
 
-# Names that carry their rank: Trainer's and Accelerate's generators, DCP's files, DeepSpeed's optimizer partitions.
+# Names that carry their rank: Trainer's and Accelerate's generators, DCP's files, DeepSpeed's optimizer partitions (these by
+# their layout alone: nothing here is tested with DeepSpeed itself).
 _RANKED = re.compile(r"(?:rng_state_|random_states_|zero_pp_rank_|__)(\d+)[._]")
 
 _log = logging.getLogger("forebay")

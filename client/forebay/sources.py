@@ -291,6 +291,7 @@ class CountingFile:
 
     def __init__(self) -> None:
         self.size = 0
+        self.skipped_at = 0  # where the last gap begins
 
     def write(self, data: Any) -> int:
         """Count."""
@@ -301,6 +302,7 @@ class CountingFile:
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Over data that is skipped."""
         assert whence == io.SEEK_CUR
+        self.skipped_at = self.size
         self.size += offset
         return self.size
 

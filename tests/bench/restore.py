@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.bare_grpc import BareStream
 from bench.drain import object_store
@@ -25,7 +26,7 @@ from bench.harness import (
     shards_of,
     write_files,
 )
-from bench.peers import fio, rclone
+from bench.peers import dcp, fio, rclone
 from bench.rows import CannotRun, Measured, Row, cost, speed
 from forebay.demo.gateways import s3_tier
 from forebay.demo.seaweedfs import SeaweedFS
@@ -65,6 +66,41 @@ def over_stream(job: Job) -> Iterator[Row]:
         _compare(source, target)
     yield speed("restore-stream", ours, theirs, job.size, how)
     yield cost("restore-stream-cpu", ours, theirs, job.size)
+
+
+def against_dcp(job: Job) -> Iterator[Row]:
+    """dcp.load by the best lane against torch's own reader of the same files, both from a disk that nothing is cached of."""
+    dcp.needs_torch()
+    import torch.distributed.checkpoint
+
+    from forebay.torch import ForebayStorageReader, ForebayStorageWriter
+
+    job.room(4 * job.size)
+    with job.place() as place, gateway(place, capacity=4 * job.size) as node:
+        lane = node.best_lane()
+        source, target = data(job.size), data(job.size)
+        tensors, found = dcp.tensors(source), dcp.tensors(target)
+        dcp.saved(tensors, ForebayStorageWriter(RUN, 1, node.process.address, thread_count=dcp.THREADS, lane=lane))
+        dcp.saved(tensors, dcp.file_writer(place / "dcp"))
+        mine, plain = _files_of(node.process.cache), list((place / "dcp").iterdir())
+
+        def load(reader: Any, *files: Path) -> Measured:
+            drop_caches(*files)
+            target[:: BLOCK // 16] = bytes(len(target[:: BLOCK // 16]))
+            taken = dcp.loaded(found, reader, node.pid)
+            _compare(source, target)
+            return taken
+
+        def ours() -> Measured:
+            return load(ForebayStorageReader(RUN, 1, node.process.address, source="cache", lane=lane), *mine)
+
+        def theirs() -> Measured:
+            return load(torch.distributed.checkpoint.FileSystemReader(place / "dcp"), *plain)
+
+        ours()
+        how = drop_caches(*mine)
+        taken, other = in_turn(job.pairs, ours, theirs)
+    yield speed("restore-dcp", taken, other, job.size, f"{lane} lane, {how}")
 
 
 def directory(job: Job) -> Iterator[Row]:

@@ -5,9 +5,10 @@ Owns the rows save-*. Every side's bytes are on the disk (fsync) when its clock 
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.bare_grpc import BareStream
-from bench.harness import BLOCK, CHUNK, Job, data, gateway, in_turn, write_files
+from bench.harness import BLOCK, CHUNK, RUN, Job, data, gateway, in_turn, write_files
 from bench.peers import dcp, fio, juicefs
 from bench.rows import Measured, Row, cost, speed
 
@@ -66,17 +67,34 @@ def against_juicefs(job: Job) -> Iterator[Row]:
 
 
 def against_dcp(job: Job) -> Iterator[Row]:
-    """The best lane against torch's own writer: the same tensors to the same disk, one process."""
+    """The best lane, and dcp.save through it, against torch's own writer: the same tensors to the same disk, one process."""
     dcp.needs_torch()
-    job.room(3 * job.size)
+    from forebay.torch import ForebayStorageWriter
+
+    job.room(4 * job.size)
     with job.place() as place, gateway(place, capacity=8 * job.size) as node:
         lane = node.best_lane()
         tensors = dcp.tensors(data(job.size))
         first = dict(list(tensors.items())[:1])
+
+        def through(state: dict[str, Any]) -> Measured:
+            step = node.next_step()
+            writer = ForebayStorageWriter(RUN, step, node.process.address, thread_count=dcp.THREADS, lane=lane)
+            taken = dcp.saved(state, writer, node.pid)
+            node.drop(step)
+            return taken
+
         node.timed_save(first, lane)
+        through(first)
         dcp.save(first, place / "dcp")
-        mine, other = in_turn(job.pairs, lambda: node.timed_save(tensors, lane), lambda: dcp.save(tensors, place / "dcp"))
-    yield speed("save-dcp", mine, other, job.size, f"{lane} lane")
+        plain, mine, other = in_turn(
+            job.pairs,
+            lambda: node.timed_save(tensors, lane),
+            lambda: through(tensors),
+            lambda: dcp.save(tensors, place / "dcp"),
+        )
+    yield speed("save-dcp", plain, other, job.size, f"{lane} lane")
+    yield speed("save-dcp-writer", mine, other, job.size, f"{lane} lane")
 
 
 def cached(path: Path) -> None:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -34,6 +33,7 @@ from forebay.torch import ForebayStorageReader, ForebayStorageWriter
 
 RUN = "team/dcp"
 PATIENCE_S = 100.0
+SHARDS_ON_CPU = torch.torch_version.TorchVersion(torch.__version__) >= "2.7"  # FSDP2 does; in 2.6 it needs a GPU
 Rank = Callable[["Job"], Any]
 
 
@@ -165,7 +165,8 @@ def save_and_load(job: Job) -> None:
             dcp.load(loaded, storage_reader=reader, process_group=group)
             assert_is_saved_state(loaded)
     dist.barrier()
-    _train_and_come_back(job, 3, lambda model: fully_shard(model, mesh=mesh))
+    if SHARDS_ON_CPU:
+        _train_and_come_back(job, 3, lambda model: fully_shard(model, mesh=mesh))
     _train_and_come_back(job, 4, DistributedDataParallel)
     _one_fails_then_all_save(job, mesh)
 
@@ -219,6 +220,8 @@ def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 def save_from_another_process(job: Job) -> None:
     """async_save by DCP's process checkpointer, twice: the second finds its process running."""
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # from torch 2.7 on
+
     mesh = init_device_mesh("cpu", (job.world,))
     for step in (11, 12):
         dcp.async_save(

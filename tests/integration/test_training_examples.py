@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 
 
-def output_of(name: str, address: str) -> str:
+def output_of(name: str, address: str, *words: str) -> str:
     """What an example prints."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLES / name), "--address", address]
+    command = [sys.executable, str(EXAMPLES / name), "--address", address, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -33,6 +33,9 @@ def test_plain_torch(make: MakeGateway) -> None:
     assert "goes on from step 13" in said
     assert "20 losses, the same as of a job that did not stop: True" in said
     assert "step 20 (final): " in said
+    compared = output_of("plain_torch.py", gateway.address, "--compare", "8", "--directory", str(gateway.directory))
+    ways = [line.rsplit(maxsplit=2)[0] for line in compared.splitlines()[1:]]
+    assert ways == ["torch.save, fsync", "state.save", "state.async_save"]
 
 
 def test_lightning(make: MakeGateway) -> None:

@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     raise ImportError("forebay.torch needs PyTorch, which is not installed: pip install 'forebay[torch]'") from error
 
 from forebay.torch.reader import ForebayStorageReader
+from forebay.torch.staging import WarmStager
 from forebay.torch.writer import ForebayStorageWriter
 
-__all__ = ["ForebayStorageReader", "ForebayStorageWriter"]
+__all__ = ["ForebayStorageReader", "ForebayStorageWriter", "WarmStager"]

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
 from forebay.sources import CountingFile, IterableSource, Piece, Source, view_of
+from forebay.torch.versions import let_go
 from forebay_wire.memory import address_of
 
 _IN_PLACE_BYTES_MIN = 64 << 10  # smaller records are copied: joined to their neighbours they are one piece less
+_LARGE_BYTES_MIN = 1 << 20  # what is worth some care to free at once
 
 
 class ItemsFile(Source):
@@ -102,6 +104,8 @@ def saved(tensor: torch.Tensor) -> list[memoryview]:
     storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     recorder = _Recorder(view_of(storage, "a tensor's storage"))
     torch.save(tensor, recorder)
+    if storage.nbytes >= _LARGE_BYTES_MIN:
+        let_go()
     return recorder.pieces()
 
 

@@ -25,14 +25,20 @@ from forebay.api import STREAMS_MAX, Client
 from forebay.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.reader import Reader
+from forebay.torch.direct import Filled, filled, overlap, target_of
 from forebay.torch.named import Named
 from forebay.torch.values import Placed, Range, values_of
+from forebay.torch.versions import transforms_of
 from forebay.torch.writer import METADATA_NAME
 
 THREADS = 4
 RANGE_BYTES_MAX = 4 << 20  # neighbours are read together up to this; a larger item is a range by itself
 GAP_BYTES_MAX = 64 << 10  # read and thrown away, where that is cheaper than a request more
+AHEAD_MAX = 64  # ranges
 AHEAD_BYTES_MAX = 64 << 20  # of what is being read or waits to be copied where it belongs; one larger item is alone
+
+
+_Values = list[tuple[ReadItem, Any]]
 
 
 class ForebayStorageReader(Named, StorageReader):
@@ -129,9 +135,11 @@ class ForebayStorageReader(Named, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """All ranks: fill what the plan names. Raises as Reader.read(), and AssertionError for a size that does not fit."""
-        for item, found in self._read(self._ranges(plan.items)):
+        for item, found in self._read(self._ranges(plan.items), planner):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, found)
+            elif isinstance(found, Filled):
+                planner.commit_tensor(item, found.tensor)
             else:
                 _load_tensor(planner, item, found)
         done: Future[None] = Future()
@@ -187,34 +195,54 @@ class ForebayStorageReader(Named, StorageReader):
 
     def _placed(self, item: ReadItem) -> tuple[str, Placed]:
         info = self.storage_data[item.storage_index]
-        transforms = getattr(info, "transform_descriptors", None) or ()  # older versions of torch have none
-        return info.relative_path, Placed(item, info.offset, info.length, transforms)
+        return info.relative_path, Placed(item, info.offset, info.length, transforms_of(info))
 
-    def _read(self, ranges: Iterator[Range]) -> Iterator[tuple[ReadItem, Any]]:
-        """All items in order; reading and unpickling is done ahead, on threads, as far as the bytes of it allow."""
-        ahead: deque[tuple[int, ThreadFuture[list[tuple[ReadItem, Any]]]]] = deque()
-        ahead_bytes = 0
+    def _read(self, ranges: Iterator[Range], planner: LoadPlanner) -> Iterator[tuple[ReadItem, Any]]:
+        """All items in order; reading and unpickling is done ahead, on threads, as far as the bytes of it allow. What goes
+        straight into its tensor takes none."""
+        ahead: deque[_Ahead] = deque()
         reader = self._opened()
 
-        def next_values() -> list[tuple[ReadItem, Any]]:
-            nonlocal ahead_bytes
-            length, future = ahead.popleft()
-            values = future.result()
-            ahead_bytes -= length
-            return values
+        def next_values() -> _Values:
+            first = ahead.popleft()
+            values = first.future.result()
+            return values_of(reader, first.wanted) if values is None else values
+
+        def is_full(held: int, target: torch.Tensor | None) -> bool:
+            if sum(each.held for each in ahead) + held > AHEAD_BYTES_MAX or len(ahead) >= AHEAD_MAX:
+                return True
+            return target is not None and any(overlap(target, each.target) for each in ahead if each.target is not None)
 
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="forebay-dcp") as pool:
             try:
-                for each in ranges:
-                    while ahead and ahead_bytes + each.length > AHEAD_BYTES_MAX:
+                for wanted in ranges:
+                    target = target_of(planner, wanted)
+                    held = wanted.length if target is None else 0
+                    while ahead and is_full(held, target):
                         yield from next_values()
-                    ahead.append((each.length, pool.submit(values_of, reader, each)))
-                    ahead_bytes += each.length
+                    ahead.append(_Ahead(wanted, target, held, pool.submit(_fetched, reader, wanted, target)))
                 while ahead:
                     yield from next_values()
             finally:
-                for _, future in ahead:
-                    future.cancel()
+                for each in ahead:
+                    each.future.cancel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A range that is being read: the tensor that it goes into, or the bytes that it takes."""
+
+    wanted: Range
+    target: torch.Tensor | None
+    held: int
+    future: ThreadFuture[_Values | None]
+
+
+def _fetched(reader: Reader, wanted: Range, target: torch.Tensor | None) -> _Values | None:
+    """None: the tensor could not be filled this way, and its turn has to come for another."""
+    if target is None:
+        return values_of(reader, wanted)
+    return [(wanted.items[0].item, Filled(target))] if filled(reader, wanted, target) else None
 
 
 def _load_tensor(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:

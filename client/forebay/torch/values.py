@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from forebay.reader import Reader
+from forebay.torch.versions import transformed
 
 MAPPED_BYTES_MIN = 1 << 20  # below this a mapping costs more than the copies that it saves
-
-_transforms = dcp._StorageReaderTransforms()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ def values_of(reader: Reader, wanted: Range) -> list[tuple[ReadItem, Any]]:
     first = wanted.items[0]
     alone = len(wanted.items) == 1 and first.item.type != LoadItemType.BYTE_IO and not first.transforms
     if alone and wanted.length >= MAPPED_BYTES_MIN:
-        with contextlib.suppress(_NoMapping):
+        with contextlib.suppress(NoMapping):
             return [(first.item, _narrowed(_mapped(reader, wanted), first.item))]
     data = reader.read(wanted.name, wanted.offset, wanted.length)
     return [(placed.item, _value(placed, _inside(data, placed, wanted.offset))) for placed in wanted.items]
@@ -62,7 +60,7 @@ def _inside(data: bytes, placed: Placed, start: int) -> io.BytesIO:
 
 
 def _value(placed: Placed, stream: io.BytesIO) -> Any:
-    plain: Any = _transforms.transform_load_stream(placed.item, placed.transforms, stream)
+    plain = transformed(placed.item, placed.transforms, stream)
     if plain is not stream and (placed.item.type == LoadItemType.BYTE_IO or not plain.seekable()):
         plain = io.BytesIO(plain.read(-1))
     if placed.item.type == LoadItemType.BYTE_IO:
@@ -74,28 +72,29 @@ def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
     return narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
 
 
-class _NoMapping(Exception):
+class NoMapping(Exception):
     """It has to be read the plain way."""
 
 
 def _mapped(reader: Reader, wanted: Range) -> torch.Tensor:
     """A tensor whose data is what was read: torch maps a file that lies in memory, and neither copies it nor sums it up again,
     as its bytes have been checked on the way here."""
-    with _memory_file(wanted.length) as descriptor:
+    with memory_file(wanted.length) as descriptor:
         with mmap.mmap(descriptor, wanted.length) as memory:
             reader.readinto(wanted.name, memory, wanted.offset)
         try:
             return torch.load(f"/proc/self/fd/{descriptor}", map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:  # of torch's format before zip files, which it cannot map
-            raise _NoMapping from error
+            raise NoMapping from error
 
 
 @contextlib.contextmanager
-def _memory_file(size: int) -> Iterator[int]:
+def memory_file(size: int) -> Iterator[int]:
+    """A file that lies in memory, of `size` bytes that take none of it yet. Raises NoMapping."""
     try:
         descriptor = os.memfd_create("forebay-dcp", os.MFD_CLOEXEC)
     except OSError as error:  # a sandbox may not allow it
-        raise _NoMapping from error
+        raise NoMapping from error
     try:
         os.ftruncate(descriptor, size)
         yield descriptor

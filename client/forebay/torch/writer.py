@@ -12,6 +12,7 @@ import itertools
 import os
 import pickle
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from forebay.errors import Incomplete, InvalidArgument, NotFound
 from forebay.session import default_session, launch_session
 from forebay.torch.items import ItemsFile
 from forebay.torch.named import Named
+from forebay.torch.staging import WarmStager
+from forebay.torch.versions import stamp, tells_items
 from forebay.types import Missing
 from forebay.waiting import check_level
 from forebay.writer import CheckpointWriter
@@ -51,7 +54,7 @@ class PlannedPart:
     session: str
 
 
-class ForebayStorageWriter(Named, StorageWriter):
+class ForebayStorageWriter(Named, StorageWriter, WarmStager):
     """Saves with `dcp.save` and `dcp.async_save` through this node's gateway. Picklable; nothing is opened before it is used.
 
     What to save is `run` and `step`, or `checkpoint_id="forebay://RUN/STEP"`, here (in place of `run`) or in dcp.save, so that
@@ -70,6 +73,10 @@ class ForebayStorageWriter(Named, StorageWriter):
     `single_file_per_rank`, `thread_count`, `per_thread_copy_ahead` and `overwrite` are as in torch's FileSystemWriter: files
     written at a time, bytes copied from a GPU ahead of sending, and whether a step that is complete may be saved again.
     Beyond these a thread holds two copied tensors at most, and a few chunks, never a file.
+
+    `dcp.async_save` copies the state first. For that the writer is a stager too, a WarmStager, which keeps the copy's memory
+    for the next save: use one writer for all steps, and its close() where memory is short. An `async_stager` that is given to
+    async_save is used in its place.
 
     Raises InvalidArgument. DCP wraps what a rank raises into its CheckpointException.
     """
@@ -93,7 +100,8 @@ class ForebayStorageWriter(Named, StorageWriter):
         admit_timeout: float = 60.0,
         retry_timeout: float = 60.0,
     ) -> None:
-        super().__init__()
+        StorageWriter.__init__(self)
+        WarmStager.__init__(self)
         if isinstance(thread_count, bool) or not isinstance(thread_count, int) or not 1 <= thread_count <= STREAMS_MAX:
             raise InvalidArgument(f"thread_count must be 1 to {STREAMS_MAX}, not {thread_count!r}")
         self._id = _writable(of_arguments(run, step))
@@ -116,7 +124,7 @@ class ForebayStorageWriter(Named, StorageWriter):
         self._planned: dict[MetadataIndex, int | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_part": None, "_planned": None}
+        return {**self.__dict__, "_part": None, "_planned": None, "_free": deque()}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -207,7 +215,7 @@ class ForebayStorageWriter(Named, StorageWriter):
         part, self._part = self._part, None
         assert part is not None, "finish() comes after write_data()"
         landed = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.version = getattr(dcp, "CURRENT_DCP_VERSION", None)  # older versions of torch have none
+        stamp(metadata)
         metadata.storage_data = landed
         metadata.storage_meta = self.storage_meta()
         try:
@@ -262,15 +270,10 @@ def _writable(checkpoint_id: CheckpointId | None) -> CheckpointId | None:
 def _new_session(plans: Sequence[SavePlan]) -> str:
     """For all ranks of this save. A try that failed may have left parts, and what the next try saves may differ from it."""
     global _given
-    if _given is None or all(map(_usable, plans)):
+    if _given is None or all(map(tells_items, plans)):
         launch = launch_session()
         _given = f"{launch}-{ULID()}" if launch else str(ULID())
     return _given
-
-
-def _usable(plan: SavePlan) -> bool:
-    """Whether a plan says what is in it: one that a planner has cached does not. Older versions of torch cache none."""
-    return getattr(plan, "usable", True)
 
 
 def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterator[list[tuple[str, list[WriteItem]]]]:
@@ -281,7 +284,7 @@ def _batches(files: Iterable[tuple[str, list[WriteItem]]], size: int) -> Iterato
 
 def _planned(plans: Sequence[SavePlan]) -> dict[MetadataIndex, int | None] | None:
     """Item: its writer. None where a planner that caches plans does not say what is in them."""
-    if not all(map(_usable, plans)):
+    if not all(map(tells_items, plans)):
         return None
     return {item.index: plan.storage_data.writer for plan in plans for item in plan.items}
 

@@ -31,7 +31,7 @@ from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.pins import is_going
 from forebay_gateway.paths.skip import outdo
-from forebay_gateway.paths.wholeness import missing_parts
+from forebay_gateway.paths.wholeness import NEVER_WHOLE, missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -311,7 +311,7 @@ class Completion:
         try:
             document = await self._node.aside(size, lambda: Manifest.of_parts(records, self._node.id).to_json())
         except ManifestError as error:
-            raise Corrupt(f"the parts do not make one checkpoint: {error}") from error
+            raise Corrupt(f"{NEVER_WHOLE}: {error}") from error
         key = manifest_key(session.run, session.step)
         failpoints.hit("complete.before_manifest")
         try:

@@ -12,7 +12,14 @@ from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import required_of
-from forebay_gateway.paths.wholeness import complete_at_cache, describe_missing, missing_parts, past_the_cache, sessions_of
+from forebay_gateway.paths.wholeness import (
+    NEVER_WHOLE,
+    complete_at_cache,
+    describe_missing,
+    missing_parts,
+    past_the_cache,
+    sessions_of,
+)
 
 LOOK_AGAIN_S = 0.25
 LOOK_S_MIN = 0.02
@@ -62,7 +69,8 @@ class Waiter:
         that is reached. Runs until it is closed.
 
         Once node.complete_within has passed, raises Incomplete where some writer has not committed, NotFound where nobody has
-        heard of the checkpoint; and for a level on which the drain left it out.
+        heard of the checkpoint. At once Incomplete for a level on which the drain left it out, and where the parts of several
+        nodes have met on a tier and make no checkpoint.
         """
         self.check_level(level, run, self._node.only_tiers(run) if self._session(run, step, name) is None else None)
         clock = self._node.clock
@@ -97,6 +105,8 @@ class Waiter:
                 raise Incomplete(left_out(session, name), run=run, step=step)
         with self._node.catalog.read() as txn:
             progress = combined([level_progress(txn, session, name) for name in levels])
+        if not progress.reached and session.reason.startswith(NEVER_WHOLE):  # what is committed stays as it is
+            raise Incomplete(f"{session.reason}; it never completes: save the step again", run=run, step=step)
         if not progress.reached and progress.missing:
             waited_s = self._node.clock.monotonic() - self._node.first_seen_s.setdefault(session.id, began_s)
             if waited_s >= self._node.config.node.complete_within:

@@ -8,6 +8,7 @@ from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.policy import is_whole
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
 
+NEVER_WHOLE = "the parts do not make one checkpoint"  # begins SessionRow.reason where no retry can mend that
 MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
 
 
