@@ -30,7 +30,6 @@ from forebay_gateway.core.retention import (
     Entry,
     Groups,
     Ledger,
-    Name,
     Verdict,
     decide,
     ledger_key,
@@ -40,6 +39,7 @@ from forebay_gateway.core.retention import (
     rule_of,
     tombstone_key,
 )
+from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.find import noted_runs
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pins import pinned_steps
