@@ -11,10 +11,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from forebay.demo.seaweedfs import SeaweedFS
 
 # A shared machine stalls now and then; an example that takes long is no defect.
 settings.register_profile("forebay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,6 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WATCHED_LOGGERS = ("forebay", "forebay_gateway", "forebay_wire", "asyncio")
+_MEANT = ("directory was not there, and was made",)  # tests leave it to the gateway to make a tier's directory
 _WATCHED_FOLDERS = ("integration", "crash")
 _GRACE_S = 3.0
 
@@ -39,7 +44,7 @@ class ExpectedLogs(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.records: list[logging.LogRecord] = []
-        self._parts: list[str] = []
+        self._parts: list[str] = [*_MEANT]
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
@@ -74,6 +79,25 @@ def expected_logs(request: pytest.FixtureRequest) -> Iterator[ExpectedLogs]:
         logging.getLogger(name).removeHandler(handler)
     if unexpected := handler.unexpected():
         pytest.fail("unexpected log records:\n  " + "\n  ".join(unexpected), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SeaweedFS"]:
+    """A real S3 server: one a process, whatever tests it runs. Each folder has a bucket of its own there, and each test keys of
+    its own; whoever stops a server starts another one."""
+    from forebay.demo.seaweedfs import SeaweedFS
+
+    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's key in the standard AWS chain."""
+    from forebay.demo.seaweedfs import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 def _open_files() -> dict[str, str]:

@@ -373,9 +373,9 @@ class Client:
 
     def queue(self) -> QueueList:
         """What waits for the tiers, by checkpoint: what goes first comes first."""
-        answer = self._connection.call(lambda stubs: stubs.admin.ListQueue, admin_pb2.ListQueueRequest(), "list the queue")
-        entries = tuple(record(entry, QueueEntry) for entry in answer.entries)
-        return QueueList(entries, {each.tier: int(each.skipped) for each in answer.skips})
+        pages = self._connection.pages(lambda stubs: stubs.admin.ListQueue, admin_pb2.ListQueueRequest(), "list the queue")
+        entries = tuple(record(entry, QueueEntry) for page in pages for entry in page.entries)
+        return QueueList(entries, {each.tier: int(each.skipped) for page in pages for each in page.skips})
 
     def change_queue(self, action: str, *ids: str) -> list[str]:
         """ "hold", "release", "retry" or "prio" of checkpoints that wait, by QueueEntry.id, on every tier; their ids.

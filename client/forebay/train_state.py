@@ -10,7 +10,7 @@ formats (state/). A checkpoint of it:
 import json
 import logging
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from forebay.api import Client
 from forebay.background_checkpoint import PendingCommit
@@ -28,6 +28,21 @@ FORMAT = 1
 SHARED = "train_state.json"
 
 _log = logging.getLogger("forebay")
+
+
+class CommitOptions(TypedDict, total=False):
+    """As CheckpointWriter.commit() has them."""
+
+    metadata: Mapping[str, Any] | None
+    wait: str
+    timeout: float | None
+    final: bool
+
+
+class SaveOptions(CommitOptions, total=False):
+    """Of save() and async_save(), all by name."""
+
+    session: str | None
 
 
 class TrainState:
@@ -58,51 +73,35 @@ class TrainState:
 
     # Through a client
 
-    def save(
-        self,
-        client: Client,
-        run: str,
-        step: int | None = None,
-        *,
-        session: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        wait: str = "cache",
-        timeout: float | None = None,
-        final: bool = False,
-    ) -> CommitReceipt:
+    def save(self, client: Client, run: str, step: int | None = None, **options: Unpack[SaveOptions]) -> CommitReceipt:
         """Save all parts as `step` (by default self.step); every rank calls it. It is durable when this returns.
 
-        The arguments are as in Client.checkpoint() and CheckpointWriter.commit(); without `session` rank 0 gives all ranks a
-        new one. Raises InvalidArgument naming what cannot be saved, before anything is sent, and as put() and commit().
+        Options are session, metadata, wait="cache", timeout and final=False, as in Client.checkpoint() and
+        CheckpointWriter.commit(); without `session` rank 0 gives all ranks a new one. Raises InvalidArgument naming what cannot
+        be saved, before anything is sent, and as put() and commit().
         """
-        rank, ranks, own_session = self._place(session)
-        shards = self._shards(rank, self._counted(step))
-        with client.checkpoint(run, self.step, ranks, rank, own_session) as part:
+        place, shards, commit = self._prepared(step, options)
+        with client.checkpoint(run, self.step, *place) as part:
             part.put_many(shards)
-            return part.commit(metadata, wait, timeout, final=final)
+            return part.commit(**commit)
 
-    def async_save(
-        self,
-        client: Client,
-        run: str,
-        step: int | None = None,
-        *,
-        session: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        wait: str = "cache",
-        timeout: float | None = None,
-        final: bool = False,
-    ) -> PendingCommit:
+    def async_save(self, client: Client, run: str, step: int | None = None, **options: Unpack[SaveOptions]) -> PendingCommit:
         """As save(), and returns once everything is copied: training goes on, and changes nothing of what is saved.
 
         A save that failed is raised by what this returns, else by the next async_save() of this client, or its close(). Raises
         also DeadlineExceeded, and InvalidArgument where a file of tensors is larger than the client's `background_bytes`.
         """
-        rank, ranks, own_session = self._place(session)
-        shards = self._shards(rank, self._counted(step))
-        with client.async_checkpoint(run, self.step, ranks, rank, own_session) as part:
+        place, shards, commit = self._prepared(step, options)
+        with client.async_checkpoint(run, self.step, *place) as part:
             part.put_many(shards)
-            return part.commit(metadata, wait, timeout, final=final)
+            return part.commit(**commit)
+
+    def _prepared(self, step: int | None, options: SaveOptions) -> tuple[tuple[int, int, str], dict[str, Any], CommitOptions]:
+        """(ranks, rank, session), the shards, and what commit() is told. Raises TypeError for an option that there is not."""
+        if unknown := sorted(options.keys() - SaveOptions.__annotations__.keys()):
+            raise TypeError(f"a TrainState is saved without any option {unknown[0]!r}")
+        rank, ranks, session = self._place(options.pop("session", None))
+        return (ranks, rank, session), self._shards(rank, self._counted(step)), cast(CommitOptions, options)
 
     def restore(
         self, client: Client, run: str, step: int | str = "latest", *, strict: bool = True, source: str = "auto"

@@ -175,7 +175,7 @@ class Gateway:
             drains[tier.name] = self._wire_tier(tier)
         queue = Queue(node, drains)
         retention.pinned, retention.deleted = queue.pinned, queue.deleted
-        rules = [drain.order.reload for drain in drains.values()]
+        rules = [drain.order.reload for drain in drains.values()] + [fleet.reload for fleet in fleets.values()]
         self.reloader = Reloader(node, self._read_again, [*rules, node.budget.on_room])
         preemption = self._preemption = Preemption(node, queue.first)
         small, waiter = SmallPath(node, writes), Waiter(node, finder)
@@ -242,13 +242,15 @@ class Gateway:
         """What nodes that share a tier do together: count each other, and take turns at retention."""
         node = self.node
         follower = Follower(node, finder, retention)
-        fleets = {each.name: Fleet(node, node.tiers[each.name], each) for each in node.config.tiers}
+        fleets = {name: Fleet(node, tier) for name, tier in node.tiers.items()}
         expiries = {name: Expiry(node, tier, follower) for name, tier in node.tiers.items()}
         for name, tier in node.tiers.items():
             expiring = self._worker(f"expire {name}", expiries[name].step, 60.0)
             expiries[name].wake = expiring.wake
             node.tiers[name].on_failure(expiring.wake)  # a full tier is freed by it
-            for worker in (expiring, self._worker(f"fleet {name}", fleets[name].step, 60.0)):
+            sharing = self._worker(f"fleet {name}", fleets[name].step, 60.0)
+            fleets[name].wake = sharing.wake
+            for worker in (expiring, sharing):
                 tier.on_return(worker.wake)
                 self._crew.add(worker)
         node.on_complete.append(lambda tier, run, step: expiries[tier].completed(run, step))
@@ -473,7 +475,7 @@ def _care(
     return Care(
         verify=Verifier(node, finder, reads, evictor),
         scrub=Scrubber(node, reads, evictor),
-        tier_scrubs={each.name: TierScrubber(node, reads, node.tiers[each.name], each) for each in node.config.tiers},
+        tier_scrubs={name: TierScrubber(node, reads, tier) for name, tier in node.tiers.items()},
         check=checker,
         repair=Repairer(node, checker, mender),
         quarantine=Quarantine(node, evictor),

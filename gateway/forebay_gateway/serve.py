@@ -18,7 +18,7 @@ from forebay_gateway import __version__
 from forebay_gateway.base.heap import keep_freed_memory, keep_loaded
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway
-from forebay_gateway.core.config import default_config, load_config
+from forebay_gateway.core.config import default_config, load_config, unknown_variables
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, StartupError
 
@@ -43,6 +43,8 @@ def main(config_path: str | None) -> int:
     try:
         config, source = read_config(config_path)
         setup_logging(config.log.level, config.log.format)
+        for name, nearest in unknown_variables(config, os.environ):
+            log.warning("environment variable %s is not known and has no effect; the nearest known one is %s", name, nearest)
         keep_freed_memory()
         return uvloop.run(_serve(config, source, config_path))
     except (ForebayError, OSError) as error:  # of the start: what fails later is told by its worker

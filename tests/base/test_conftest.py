@@ -86,3 +86,8 @@ def test_leaks_are_not_watched_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "test_leaks.py").write_text(LEAKS)
     assert "ERROR" not in outcomes(tmp_path)
+
+
+def test_folders_share_one_s3_server() -> None:
+    tests = CONFTEST.parent
+    assert [path.parent.name for path in tests.rglob("conftest.py") if "SeaweedFS(" in path.read_text()] == [tests.name]

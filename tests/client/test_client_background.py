@@ -465,7 +465,7 @@ def test_close_does_not_wait_for_a_tier(memory: MemoryGateway) -> None:
 def test_a_level_that_is_not_reached_is_told_and_the_part_stays(client: Client) -> None:
     client.hold()
     with client.async_checkpoint("r", 1) as ckpt:
-        ckpt.put("a", BIG)
+        ckpt.put("a", BIG).result(30)
         commit = ckpt.commit(wait="pfs", timeout=0.3)
     with pytest.raises(forebay.DeadlineExceeded, match="pfs"):
         commit.result(30)

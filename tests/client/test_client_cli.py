@@ -278,6 +278,9 @@ def test_config(tmp_path: Path) -> None:
     shown = _process(["config", "show", str(good)])
     assert 'capacity = "3GiB"' in shown.stdout
     as_json = json.loads(_process(["config", "show", str(good), "--json"]).stdout)
+    assert "# bandwidth = (unset)\n" in shown.stdout
+    assert as_json["tier"][0]["bandwidth"] is None and "region" not in as_json["tier"][0]
+    as_json["tier"] = [{key: value for key, value in each.items() if value is not None} for each in as_json["tier"]]
     assert as_json == tomllib.loads(shown.stdout)
     assert json.loads(_process(["config", "check", str(good), "--json"]).stdout) == {"source": str(good), "good": True}
     again = tmp_path / "again.toml"

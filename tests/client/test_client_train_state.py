@@ -551,3 +551,11 @@ def test_forebay_without_torch() -> None:
     assert "pip install 'forebay[torch]'" in done.stdout, done.stderr
     code = "import sys, forebay; forebay.TrainState; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_option_that_there_is_not_is_refused_before_anything_is_sent() -> None:
+    state = TrainState(progress={"a": 1}, rng=False)
+    for save in (state.save, state.async_save):
+        with pytest.raises(TypeError, match="'metdata'"):
+            save(None, "run", 1, metdata={})  # type: ignore[arg-type,call-arg]
+    assert state.step == 0

@@ -1,7 +1,7 @@
-"""One real S3 server for the session, and every tier, bare and decorated."""
+"""A place on the real S3 server, and every tier, bare and decorated."""
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,14 @@ KINDS = ("memory", "posix", "posix-buffered", "s3")
 
 
 @pytest.fixture(scope="session")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
+def own_bucket(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("conformance")
 
 
 @pytest.fixture
-def s3_server(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
+def s3_server(own_bucket: SeaweedFS, s3_key: None) -> SeaweedFS:
     """The server, with its key in the standard AWS chain."""
-    for name, value in seaweed.environment.items():
-        monkeypatch.setenv(name, value)
-    return seaweed
+    return own_bucket
 
 
 @pytest.fixture

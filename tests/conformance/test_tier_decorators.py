@@ -278,12 +278,12 @@ def test_factory_joins_what_the_configuration_asks_for(tmp_path: Path) -> None:
 
     clock = FakeClock()
     plain = open_tier(TierConfig(name="m", kind="memory"), clock)
-    assert layers(plain) == [RetryingTier, MemoryTier]
+    assert layers(plain) == [RetryingTier, ThrottledTier, MemoryTier]
     paced = open_tier(TierConfig(name="p", kind="posix", path=str(tmp_path), iops=5), clock, TierMeter(clock))
     assert layers(paced) == [MeteredTier, RetryingTier, ThrottledTier, PosixTier]
     assert (paced.name, paced.kind) == ("p", "posix")
     s3 = open_tier(TierConfig(name="o", kind="s3", bucket="ckpt", endpoint="http://127.0.0.1:1"), clock)
-    assert layers(s3) == [RetryingTier, S3Tier]
+    assert layers(s3) == [RetryingTier, ThrottledTier, S3Tier]
 
 
 async def test_capabilities_reach_the_bottom() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -416,3 +418,15 @@ async def test_kill_at_every_act_leaves_whole_or_nothing(posix: PosixTier, root:
     await posix.abort_upload("d/x", done.stdout.strip())
     await posix.put("d/x", source)
     assert _files(root) == {"d/x"}
+
+
+async def test_a_directory_that_the_gateway_made_is_told_and_stands_in_its_marker(tmp_path: Path, expected_logs: Any) -> None:
+    (tmp_path / "there").mkdir()
+    for name, made in (("there", False), ("missing", True)):
+        tier = PosixTier("pfs", tmp_path / name)
+        await tier.probe()
+        assert json.loads((tmp_path / name / ".forebay/tier.json").read_bytes())["directory_made"] is made
+        await tier.close()
+    (told,) = (record.getMessage() for record in expected_logs.records)
+    device = (tmp_path / "missing").stat().st_dev
+    assert f"path={tmp_path}/missing device={os.major(device)}:{os.minor(device)}" in told

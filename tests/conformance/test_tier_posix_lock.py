@@ -108,7 +108,7 @@ async def test_claim_of_a_dead_taker_does_not_block_for_ever(nodes: list[PosixTi
 
 
 async def test_lock_nobody_releases_ends_in_unavailable(root: Path) -> None:
-    tier = PosixTier("pfs", root, lock_ttl_s=0.1)
+    tier = PosixTier("pfs", root, lock_ttl_s=1.0)
     await tier.probe()
     info = await tier.put_small("doc", b"1")
     owner = {"owner": "alive:1", "token": "0123456789abcdef", "ttl_s": 3600.0, "expires": 0}

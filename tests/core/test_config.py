@@ -1,12 +1,21 @@
 """Configuration: what is read, what is refused and with which words, overrides, and the way back to TOML."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay_gateway.core.config import ConfigError, config_table, default_config, load_config, render_toml
+from forebay_gateway import serve
+from forebay_gateway.core.config import (
+    ConfigError,
+    config_table,
+    default_config,
+    load_config,
+    render_toml,
+    unknown_variables,
+)
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import StartupError
 
@@ -277,6 +286,26 @@ def test_unknown_overrides(variable: str, words: str) -> None:
 def test_client_variables_are_no_overrides() -> None:
     names = ("ADDRESS", "SESSION", "FAILPOINTS", "CONFIG", "SERVICE_HOST", "PORT")
     assert load(**{f"FOREBAY_{name}": "x" for name in names}) == load()
+
+
+def test_variables_that_mean_nothing_are_named_with_the_nearest_that_does() -> None:
+    config = load(MINIMAL)
+    assert unknown_variables(config, {"FOREBAY_CACHE_SOFT": "0.5", "FOREBAY_ADDRESS": "x", "PATH": "/bin"}) == []
+    strange = {"FOREBAY_ADRESS": "x", "FOREBAY_CACH_SOFT": "0.5", "FOREBAY_TIRE_PFS_PATH": "/p"}
+    assert unknown_variables(config, strange) == [
+        ("FOREBAY_ADRESS", "FOREBAY_ADDRESS"),
+        ("FOREBAY_CACH_SOFT", "FOREBAY_CACHE_SOFT"),
+        ("FOREBAY_TIRE_PFS_PATH", "FOREBAY_TIER_PFS_PATH"),
+    ]
+
+
+@pytest.mark.expected_logs("FOREBAY_ADRESS is not known")
+def test_serve_warns_of_them(monkeypatch: pytest.MonkeyPatch, expected_logs: Any) -> None:
+    monkeypatch.setattr(serve.uvloop, "run", lambda serving: serving.close() or 0)
+    monkeypatch.setattr(serve, "setup_logging", lambda level, form: None)
+    monkeypatch.setenv("FOREBAY_ADRESS", "unix:///x")
+    assert serve.main(None) == 0
+    assert ["FOREBAY_ADDRESS" in record.getMessage() for record in expected_logs.records] == [True]
 
 
 def test_two_tiers_with_one_variable_name() -> None:

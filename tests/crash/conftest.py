@@ -1,4 +1,4 @@
-"""One S3 server for all crash tests; each gets a prefix of its own."""
+"""A bucket for all crash tests; each gets a prefix of its own."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,9 +13,8 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed"), bucket="crash") as server:
-        yield server
+def s3_server(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("crash")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -142,6 +143,21 @@ class LoopDisk(Mounted):
         """ "ro" or "rw"; nobody has a file of it open for writing."""
         made = run("mount", "-o", f"remount,{how}", str(self.path))
         assert made.returncode == 0, made.stderr
+
+    def mount_anew(self) -> None:
+        """After lose_power() and unmount(). A mount namespace that another test made meanwhile may hold the dead file system
+        for a while, and then it is this one that is mounted again."""
+        deadline_s = time.monotonic() + 60
+        while True:
+            self.mount()
+            try:
+                (self.path / "alive").touch()
+                (self.path / "alive").unlink()
+                return
+            except OSError:
+                assert time.monotonic() < deadline_s, "somebody holds the file system that lost its power"
+                self.unmount()
+                time.sleep(0.2)
 
     def lose_power(self) -> None:
         """From this moment nothing reaches the disk, not even the journal's last entries."""

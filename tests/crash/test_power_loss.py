@@ -52,7 +52,7 @@ def cut_power(bench: DiskBench, disk: LoopDisk, rng: random.Random) -> None:
     time.sleep(rng.uniform(0.0, 0.3))
     bench.kill()
     disk.unmount()
-    disk.mount()
+    disk.mount_anew()
 
 
 def check_promises(bench: DiskBench) -> None:

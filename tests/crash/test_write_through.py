@@ -10,6 +10,7 @@ import pytest
 from crash.kit import LARGE, MIDDLE, NODE, RUN, SESSION, SMALL, Bench, Job, content, until
 from forebay import ForebayError, Unavailable
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
+from soak.figures import died
 
 SIZES = {"weights/a.bin": LARGE, "b": MIDDLE, "c": SMALL, "d": SMALL - 1, "empty": 0}
 TINY = {f"t/{n:02}": 30 * n for n in range(70)}  # a pack
@@ -99,6 +100,7 @@ def test_a_kill_on_the_way_leaves_nothing(bench: Bench, first: str, kill: str) -
     bench.gateway.start()  # with a disk that works
     job.finish(120.0)
     bench.check_settled({1})
+    died(f"{first}-{kill}", "cache.try", kill)
 
 
 def test_a_kill_and_a_start_on_a_disk_that_still_fails(bench: Bench, first: str) -> None:
@@ -125,6 +127,7 @@ def test_a_kill_while_what_a_kill_has_left_is_tidied(bench: Bench, first: str, k
     until(lambda: bench.uploads() == [] and bench.steps_on_tiers() == set(), "nothing is left")  # nobody puts it again
     save_and_wait(bench, first)
     bench.check_settled({1})
+    died(f"{first}-{kill}-tidied", kill, "through.tidied")
 
 
 def test_a_kill_while_an_aborted_part_leaves_its_tier(bench: Bench, first: str) -> None:
@@ -140,3 +143,4 @@ def test_a_kill_while_an_aborted_part_leaves_its_tier(bench: Bench, first: str) 
     until(lambda: bench.steps_on_tiers() == set(), "nothing is left")
     save_and_wait(bench, first)
     bench.check_settled({1})
+    died(f"{first}-left", "through.left")

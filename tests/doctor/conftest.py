@@ -1,6 +1,4 @@
-"""One real S3 server for the session."""
-
-from collections.abc import Iterator
+"""The doctor's place on the real S3 server."""
 
 import pytest
 
@@ -8,14 +6,11 @@ from forebay.demo.seaweedfs import SeaweedFS
 
 
 @pytest.fixture(scope="session")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
+def own_bucket(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("doctor")
 
 
 @pytest.fixture
-def s3_server(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
+def s3_server(own_bucket: SeaweedFS, s3_key: None) -> SeaweedFS:
     """The server, with its key in the standard AWS chain."""
-    for name, value in seaweed.environment.items():
-        monkeypatch.setenv(name, value)
-    return seaweed
+    return own_bucket

@@ -226,28 +226,6 @@ def test_other_file_systems_do_not_stripe() -> None:
 NVME = {"nvme_smart_health_information_log": {"percentage_used": 12, "data_units_written": 1000, "critical_warning": 0}}
 
 
-_SMARTCTL: list[tuple[object, wear.Wear | None]] = [
-    (NVME, wear.Wear(0.12, 512_000_000)),
-    ({"endurance_used": {"current_percent": 81}}, wear.Wear(0.81, None)),
-    ({"ata_smart_attributes": {"table": [{"id": 9, "value": 1}, {"id": 177, "value": 97}]}}, wear.Wear(0.03, None)),
-    ({"smartctl": {"exit_status": 2}}, None),
-    ([], None),
-]
-
-
-def test_smartctl() -> None:
-    for answer, expected in _SMARTCTL:
-        assert wear.parse_smartctl(json.dumps(answer)) == expected
-
-
-def test_nvme_cli() -> None:
-    old = {"critical_warning": 4, "percent_used": 105, "data_units_written": 2}
-    assert wear.parse_nvme(json.dumps(old)) == wear.Wear(1.05, 1_024_000, critical=True)
-    new = {"critical_warning": {"value": 0, "available_spare": 0}, "percentage_used": 3, "data_units_written": 2}
-    assert wear.parse_nvme(json.dumps(new)) == wear.Wear(0.03, 1_024_000)
-    assert wear.parse_nvme("nvme: not found") is None
-
-
 _WORN_DISKS: list[tuple[int, int, str]] = [(12, 0, "OK"), (85, 0, "WARN"), (100, 0, "FAIL"), (12, 4, "FAIL")]
 
 

@@ -1,4 +1,4 @@
-"""One real S3 server for all fault tests, and the results' file at the end."""
+"""A bucket on the real S3 server for all fault tests, and the results' file at the end."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +9,11 @@ from faults import results, shim
 from forebay.demo.seaweedfs import SeaweedFS
 
 
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """With its key in the standard AWS chain."""
-    with pytest.MonkeyPatch.context() as patch, SeaweedFS(tmp_path_factory.mktemp("weed"), bucket="faults") as server:
+@pytest.fixture(scope="module")
+def s3_server(seaweed: SeaweedFS) -> Iterator[SeaweedFS]:
+    """With its key in the standard AWS chain, from before the first tier of a module on."""
+    server = seaweed.with_bucket("faults")
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server

@@ -15,9 +15,8 @@ SAVED = {f"shard-{number}.bin": some_bytes((1 << 20) + number, ("hostile", numbe
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed"), bucket="hostile") as server:
-        yield server
+def s3_server(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("hostile")
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,11 @@ from forebay_gateway.core.quantities import parse_duration, parse_size
 from forebay_gateway.paths.commit import check_metadata
 from forebay_gateway.rpc.status import Malformed, check_formed, parser
 from forebay_gateway.tiers.keys import check_key
-from forebay_wire import frames, manifest
+from forebay_wire import document as written
+from forebay_wire import frames
 from forebay_wire.checksums import crc32c
 from forebay_wire.frames import ChunkFrame, FrameError
-from forebay_wire.manifest import Manifest, ManifestError, PartRecord, ShardEntry
+from forebay_wire.manifest import Manifest, ManifestError, PartRecord, ShardEntry, pack_chunk_crcs
 from forebay_wire.names import InvalidName, check_run, check_session, check_shard_name
 from forebay_wire.v1 import gateway_pb2 as pb
 
@@ -96,7 +97,7 @@ def footers(data: bytes) -> None:
 def _documents() -> list[bytes]:
     data = bytes(70_000)
     entry = ShardEntry(
-        "a/b", len(data), crc32c(data), 1 << 16, manifest.pack_chunk_crcs([crc32c(data[: 1 << 16]), crc32c(data[1 << 16 :])])
+        "a/b", len(data), crc32c(data), 1 << 16, pack_chunk_crcs([crc32c(data[: 1 << 16]), crc32c(data[1 << 16 :])])
     )
     parts = [PartRecord("run", 7, "s", writer, 2, "node", (entry,) if writer else (), {"k": [1]}) for writer in range(2)]
     return [parts[1].to_json(), Manifest.of_parts(parts, "node").to_json()]
@@ -134,7 +135,7 @@ def documents(data: bytes) -> None:
     for _ in range(chance.randrange(1, 4)):
         _spoil(body, chance)
     try:
-        sealed = manifest._seal(body)
+        sealed = written.seal(body)
     except (ValueError, UnicodeEncodeError):
         return
     for read in (PartRecord.from_json, Manifest.from_json):

@@ -1,4 +1,4 @@
-"""Gateways as processes, and one real S3 server for the session with a prefix of its own for each that asks.
+"""Gateways as processes, and a prefix of its own on the real S3 server for each that asks.
 
 Starting a pair of gateways with its movers costs seconds, so tests that kill nothing share one (`pair`) and have a run each.
 """
@@ -17,15 +17,14 @@ from integration.kit import SMALL_CHUNKS, Cluster, Job
 
 
 @pytest.fixture(scope="session")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
+def s3_server(seaweed: SeaweedFS) -> SeaweedFS:
+    return seaweed.with_bucket("integration")
 
 
 @pytest.fixture
-def bucket(seaweed: SeaweedFS) -> Iterator["Bucket"]:
+def bucket(s3_server: SeaweedFS) -> Iterator["Bucket"]:
     """A prefix of the server's bucket that no other test uses."""
-    found = Bucket(seaweed, uuid.uuid4().hex[:12])
+    found = Bucket(s3_server, uuid.uuid4().hex[:12])
     yield found
     found.close()
 
@@ -109,16 +108,16 @@ def warm_up(a: GatewayProcess, b: GatewayProcess, target: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory, seaweed: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
+def pair(tmp_path_factory: pytest.TempPathFactory, s3_server: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
     """Shared by all tests that kill nothing."""
-    with cluster_below(tmp_path_factory.mktemp("pair"), seaweed) as cluster:
+    with cluster_below(tmp_path_factory.mktemp("pair"), s3_server) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def doomed(tmp_path: Path, seaweed: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
+def doomed(tmp_path: Path, s3_server: SeaweedFS) -> Iterator["Cluster[Bucket]"]:
     """A pair for one test alone, which may do with it what it likes."""
-    with cluster_below(tmp_path, seaweed) as cluster:
+    with cluster_below(tmp_path, s3_server) as cluster:
         yield cluster
 
 

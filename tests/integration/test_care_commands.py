@@ -32,15 +32,15 @@ DAY_S = 86400
 
 
 @pytest.fixture(scope="module")
-def auto(tmp_path_factory: pytest.TempPathFactory, seaweed: SeaweedFS) -> Iterator[Cluster[Bucket]]:
+def auto(tmp_path_factory: pytest.TempPathFactory, s3_server: SeaweedFS) -> Iterator[Cluster[Bucket]]:
     """A gateway that mends by itself, for all tests here that do not end it."""
     directory = tmp_path_factory.mktemp("auto")
     root = directory / "pfs"
     root.mkdir()
-    bucket = Bucket(seaweed, directory.name)
+    bucket = Bucket(s3_server, directory.name)
     keys = f'{SMALL_CHUNKS}\nscrub_rate = "1GiB"'
     tiers = [posix_tier(root), bucket.tier()]
-    gateway = GatewayProcess(directory, "a", tiers, cache_keys=keys, environment=seaweed.environment)
+    gateway = GatewayProcess(directory, "a", tiers, cache_keys=keys, environment=s3_server.environment)
     with gateway:
         first = Job(run="warm", writers=1)  # so that no later test is the one that starts a mover
         first.save(gateway, 0)
@@ -174,7 +174,7 @@ def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway
     job.wait(gateway)
     flip_byte(cache_file_of(gateway, job.shards(0)[NAME]), 7)
     gateway.terminate()
-    gateway.start(failpoints="read.before_chunk=all*sleep:0.2")
+    gateway.start(failpoints="read.before_chunk=all*sleep:0.4")
     outcomes: list[int] = []
 
     def verify() -> None:  # until it is not the one that is refused
@@ -183,7 +183,7 @@ def test_one_command_at_a_time_and_a_killed_repair_is_repeated(make: MakeGateway
 
     first = threading.Thread(target=verify)
     first.start()
-    refused = eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode != 0)
+    refused = eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode == 5)
     assert_refused(refused, 5, "forebay verify", "is running")
     first.join()
     assert outcomes == [4]

@@ -13,6 +13,7 @@ from forebay import Incomplete
 from forebay.demo.gateways import GatewayProcess, posix_tier
 from integration.conftest import Bucket, MakeGateway
 from integration.kit import eventually, files_below
+from soak.figures import died
 
 RUN = "team/wide"
 EVERY_2 = f'[[policy]]\nrun = "{RUN}"\nevery = 2\n'
@@ -116,6 +117,7 @@ def test_a_kill_of_who_decides_around_its_word_makes_no_half(make: MakeGateway, 
         reaches((a, b), 2, "complete" if goes else "skipped")
         reaches((a, b), 3, "draining" if goes else "complete")
         assert bool(of_step(list(files_below(root)), 2)) == goes
+    died(f"{point}-{goes}", point)
 
 
 @pytest.mark.parametrize("point", LEAVINGS)
@@ -136,6 +138,7 @@ def test_a_kill_while_what_was_left_out_goes_again_leaves_nothing(make: MakeGate
         assert of_step(list(files_below(root)), 2) == []
         with forebay.Client(b.address) as client:  # its bytes are in the cache as before
             assert client.describe(RUN, 2).size == 200_000
+    died(point, point)
 
 
 def test_a_transient_job_of_two_nodes_says_what_it_is(make: MakeGateway, root: Path) -> None:

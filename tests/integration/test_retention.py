@@ -8,6 +8,7 @@ import forebay
 from forebay.demo.gateways import GatewayProcess, posix_tier
 from integration.conftest import MakeGateway
 from integration.kit import eventually, files_below
+from soak.figures import died
 from soak.form import some
 
 RUN = "team/model"
@@ -107,6 +108,7 @@ def test_a_kill_at_any_point_leaves_nothing_half(make: MakeGateway, root: Path) 
     # One ledger, and what is set aside for its next change; nothing half written.
     kept = [name for name in files_below(root / ".forebay" / "retain") if not name.rpartition("/")[2].startswith(".")]
     assert sorted(name.rpartition(".")[2] for name in kept) == ["json", "reserve"]
+    died("retention", *KILLS)
 
 
 def test_nodes_share_a_tier_s_bandwidth(make: MakeGateway, root: Path) -> None:

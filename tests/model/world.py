@@ -28,7 +28,7 @@ from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import manifest_key, shard_key
 from forebay_gateway.core.records import NamedShard, PartState
-from forebay_gateway.movers.jobs import ItemDone, ItemFailed, Job, JobDone, Progress, Setup, ToFront, UploadBegun
+from forebay_gateway.movers.jobs import ItemDone, ItemFailed, Job, JobDone, Limits, Progress, Setup, ToFront, UploadBegun
 from forebay_gateway.movers.pool import MoverProcess, Reports
 from forebay_gateway.movers.worker import JobRunner
 from forebay_gateway.paths.commit import CommitPath, Expected
@@ -139,8 +139,8 @@ class MoversHere:
     def processes(self) -> list[MoverProcess]:
         return []
 
-    def pace(self, tier: str, bandwidth: int | None) -> None:
-        """Memory has no pace."""
+    def limit(self, limits: Limits) -> None:
+        self._runner.limit(limits)
 
     def saves(self, under_way: bool) -> None:
         self._runner.turn.saves(under_way)

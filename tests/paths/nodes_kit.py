@@ -90,7 +90,7 @@ class Here:
         self.completions = {name: Completion(node, tier, self.drains[name]) for name, tier in node.tiers.items()}
         follower = Follower(node, self.finder, self.retention)
         self.expiries = {name: Expiry(node, tier, follower) for name, tier in node.tiers.items()}
-        self.fleets = {each.name: Fleet(node, node.tiers[each.name], each) for each in config.tiers}
+        self.fleets = {name: Fleet(node, tier) for name, tier in node.tiers.items()}
         node.on_complete.append(lambda tier, run, step: self.expiries[tier].completed(run, step))
         return self
 

@@ -13,7 +13,7 @@ from forebay_gateway.paths.fleet import BEAT_S_MIN, EXPIRY_BEATS, FORGOTTEN_S, n
 from forebay_gateway.paths.queue import Queue
 from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.memory import MemoryStore
-from forebay_gateway.tiers.throttled import ThrottledTier, set_bandwidth
+from forebay_gateway.tiers.throttled import ThrottledTier, set_limits
 from forebay_gateway.tiers.wrapper import TierWrapper
 from paths.nodes_kit import Here
 
@@ -133,10 +133,10 @@ async def test_a_limit_changes_while_a_transfer_waits(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     await clock.advance(1.0)
     assert not waiting.done()
-    set_bandwidth(tier, 10_000_000)
+    set_limits(tier, 10_000_000, None)
     await clock.advance(0.6)
     assert waiting.done()
-    set_bandwidth(tier, None)
+    set_limits(tier, None, None)
     await asyncio.wait_for(throttle.put_small("c", bytes(50_000_000)), 5)
 
 

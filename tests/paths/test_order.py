@@ -147,8 +147,7 @@ async def test_what_lags_is_left_out_once_a_newer_one_is_complete_and_a_pin_brin
         await node.clock.advance(10)
         await node.completions["near"].step()
         assert node.states("near", 2) == ["complete"]
-        _, skipped = await node.queue.listed()
-        assert skipped == {"near": 2, "far": 0}
+        assert node.queue.skipped() == {"near": 2, "far": 0}
 
 
 async def test_what_is_pinned_held_or_another_node_s_to_decide_is_not_left_out(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ async def test_holds_and_priorities_of_single_checkpoints_survive_a_restart(tmp_
         assert await node.queue.change("hold", [f"{RUN}@1"]) == [f"{RUN}@1"]
         await node.queue.change("prio", [f"{RUN}@4", f"{RUN}@3"])
         await node.restart()
-        waiting, _ = await node.queue.listed()
+        waiting = [each async for page in node.queue.pages() for each in page]
         near = [(each.id, each.entry.state, each.place, each.held) for each in waiting if each.tier == "near"]
         assert near[:2] == [(f"{RUN}@4", "waiting", 1, False), (f"{RUN}@3", "waiting", 2, False)]
         assert (f"{RUN}@1", "held", 0, True) in near
@@ -331,7 +330,7 @@ async def test_finding_the_parts_of_a_long_queue_reads_no_shards(tmp_path: Path)
             patch.setattr(type(txn), "shard", counted)
             await node.drains["near"].order.catch_up()
         assert len(looked) <= 3
-        assert [entry.copies for entry in node.drains["near"].order.entries()] == [500, 500, 500]
+        assert [entry.copies for entry in node.drains["near"].order.entries(None, 10)] == [500, 500, 500]
 
 
 async def test_a_lost_copy_of_what_is_complete_goes_again_and_is_not_left_out(tmp_path: Path) -> None:

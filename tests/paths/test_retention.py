@@ -12,7 +12,8 @@ from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import PublishState
 from forebay_gateway.core.retention import Ledger, ledger_key, pins_dir
 from forebay_gateway.paths.care.finding import Severity
-from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy, fates_of
+from forebay_gateway.paths.expire import LOOK_S, fates_of
+from forebay_gateway.paths.ledgers import TTL_S, Busy
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
 from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
@@ -267,11 +268,11 @@ async def test_who_was_slower_leaves_the_other_s_work_alone(tmp_path: Path) -> N
     async with Here(tmp_path, {"pfs": store}, "a", LAST_2) as node:
         await node.save("r", 1, 2, 3)
         expiry = node.expiries["pfs"]
-        ledger, tag = await expiry._read("r")
+        ledger, tag = await expiry._ledgers.read("r")
         assert tag == ""
         put_ledger(store, Ledger(run="r", owner="b", token="t", ttl_s=5))
         with pytest.raises(Busy):
-            await expiry._take(ledger, tag)
+            await expiry._ledgers.take(ledger, tag)
 
 
 async def test_without_conditional_replacement_it_is_off_and_says_so(tmp_path: Path) -> None:

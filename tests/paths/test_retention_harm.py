@@ -12,7 +12,8 @@ from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CheckpointRow, PublishState
 from forebay_gateway.core.retention import RESERVE_KEY, ledger_key, pins_dir
 from forebay_gateway.core.states import CopyEvent
-from forebay_gateway.paths.expire import LOOK_S, TTL_S, Busy
+from forebay_gateway.paths.expire import LOOK_S
+from forebay_gateway.paths.ledgers import TTL_S, Busy
 from forebay_gateway.paths.reserve import RESERVE_BYTES
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.safety import copy_lost

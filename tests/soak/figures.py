@@ -33,6 +33,11 @@ def report(name: str, **figures: Any) -> None:
         (Path(folder) / f"{name}.json").write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
 
 
+def died(name: str, *points: str) -> None:
+    """A process died at each of these failpoints, or met its error there, and the test's promises held."""
+    report(f"failpoints-{name}", crash_rounds=len(points), failpoints_passed=list(points), failpoints_known=failpoints())
+
+
 @contextmanager
 def reported(name: str, counted: Callable[[], dict[str, Any]] = dict, **figures: Any) -> Iterator[dict[str, Any]]:
     """The test adds to what it is given; what `counted` says at the end is added to it, and all is reported."""

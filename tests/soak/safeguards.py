@@ -22,7 +22,8 @@ STORAGE, WRITE = f"{GATEWAY}/catalog/storage.py", f"{GATEWAY}/paths/write.py"
 INCOMING, LEASE = f"{GATEWAY}/cache/incoming.py", f"{GATEWAY}/paths/lease.py"
 FD_ABUSE = ("tests/integration/test_fd_abuse.py",)
 DURABLE, POSIX = f"{GATEWAY}/base/durable.py", f"{GATEWAY}/tiers/posix/tier.py"
-S3, MANIFEST = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/manifest.py"
+POSIX_DOCUMENTS = f"{GATEWAY}/tiers/posix/documents.py"
+S3, DOCUMENT, ENTRIES = f"{GATEWAY}/tiers/s3/tier.py", "proto/forebay_wire/document.py", "proto/forebay_wire/entries.py"
 STREAM, DIRECTORIES = "client/forebay/lanes/stream.py", "client/forebay/directories.py"
 ACTS = ("tests/base/test_durable_acts.py",)
 OF_WRITER, OF_READER = ("tests/cache/test_cache_writer.py",), ("tests/cache/test_cache_reader.py",)
@@ -102,7 +103,7 @@ SYNCS = (
     ),
     Mutation(
         "posix: directory after a document",
-        POSIX,
+        POSIX_DOCUMENTS,
         """            raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
         finally:
             temp.unlink(missing_ok=True)
@@ -115,14 +116,14 @@ SYNCS = (
     ),
     Mutation(
         "posix: directory after a replacement",
-        POSIX,
+        POSIX_DOCUMENTS,
         '        failpoints.hit("posix.document_replaced")\n        durable.sync_dir(path.parent)',
         "",
         ACTS,
     ),
     Mutation(
         "posix: directory after a link",
-        POSIX,
+        POSIX_DOCUMENTS,
         '        failpoints.hit("posix.pointed")\n        durable.sync_dir(path.parent)',
         "",
         ACTS,
@@ -256,7 +257,7 @@ COMPARISONS = (
     ),
     Mutation(
         "posix: a document read back",
-        POSIX,
+        POSIX_DOCUMENTS,
         "if file.chunk_crc(at, len(part), buffers) != crc32c(part):",
         "if False:",
         (*OF_POSIX, "tests/faults/test_posix_matrix.py"),
@@ -391,10 +392,10 @@ COMPARISONS = (
         "if False:",
         ("tests/integration/test_packs.py",),
     ),
-    Mutation("manifest: its own checksum", MANIFEST, "if expected != actual:", "if False:", ("tests/wire/test_manifest.py",)),
+    Mutation("manifest: its own checksum", DOCUMENT, "if expected != actual:", "if False:", ("tests/wire/test_manifest.py",)),
     Mutation(
         "manifest: a shard's chunk table",
-        MANIFEST,
+        ENTRIES,
         "if crc32c_of_chunks(unpack_chunk_crcs(self.chunks), self.chunk_size, self.size) != self.crc32c:",
         "if False:",
         ("tests/wire/test_manifest.py",),
@@ -497,9 +498,19 @@ CONDITIONS = (
     Mutation("s3: If-None-Match", S3, 'return {"IfNoneMatch": "*"}', "return {}", CONTRACT),
     Mutation("s3: If-Match", S3, 'else {"IfMatch": if_match}', "else {}", CONTRACT),
     Mutation(
-        "posix: create only where nothing is", POSIX, "            if not if_absent:\n", "            if True:\n", CONTRACT
+        "posix: create only where nothing is",
+        POSIX_DOCUMENTS,
+        "            if not if_absent:\n",
+        "            if True:\n",
+        CONTRACT,
     ),
-    Mutation("posix: replace only what was seen", POSIX, "        if if_match is not None:\n", "        if False:\n", CONTRACT),
+    Mutation(
+        "posix: replace only what was seen",
+        POSIX_DOCUMENTS,
+        "        if if_match is not None:\n",
+        "        if False:\n",
+        CONTRACT,
+    ),
 )
 
 MUTATIONS = SYNCS + COMPARISONS + AGREEMENTS + CONDITIONS

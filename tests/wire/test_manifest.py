@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay_wire import document as written
 from forebay_wire import manifest as wire
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import (
@@ -249,13 +250,13 @@ def long_manifest(shards: int = 1500) -> Manifest:
 
 def test_long_documents_are_the_same_in_pieces() -> None:
     document = long_manifest().to_json()
-    assert len(document) > wire.LONG_DOCUMENT_BYTES
+    assert len(document) > written.LONG_DOCUMENT_BYTES
     body = json.loads(document)
     assert json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() == document
-    assert wire._loads(document) == body
+    assert written.loads(document) == body
     assert Manifest.from_json(document) == long_manifest()
     spaced = json.dumps(body, indent=1).encode()  # another form of the same
-    assert wire._loads(spaced) == body
+    assert written.loads(spaced) == body
     assert Manifest.from_json(spaced) == long_manifest()
 
 
@@ -263,7 +264,7 @@ def test_long_documents_are_the_same_in_pieces() -> None:
 def test_a_long_document_that_is_cut_off_or_broken(cut: int) -> None:
     document = long_manifest().to_json()
     with pytest.raises(ManifestError):
-        Manifest.from_json(document[:cut] + b" " * (wire.LONG_DOCUMENT_BYTES if cut > 0 else 0))
+        Manifest.from_json(document[:cut] + b" " * (written.LONG_DOCUMENT_BYTES if cut > 0 else 0))
     with pytest.raises(ManifestError):
         Manifest.from_json(document[:cut] + b"\x01" + document[cut:])
     with pytest.raises(ManifestError):
@@ -274,11 +275,11 @@ def test_a_long_document_that_is_cut_off_or_broken(cut: int) -> None:
     "text", ['{"parts":[1 2]}', '{"parts":[{"a":1,}]}', '{"parts" [1]}', "{1:2}", '{"parts":[', '{"shards":[,1]}', "[1]x"]
 )
 def test_the_long_reader_refuses_what_json_refuses(text: str) -> None:
-    padded = (" " * wire.LONG_DOCUMENT_BYTES + text).encode()
+    padded = (" " * written.LONG_DOCUMENT_BYTES + text).encode()
     with pytest.raises(ValueError):
         json.loads(padded)
     with pytest.raises(ValueError):
-        wire._loads(padded)
+        written.loads(padded)
 
 
 @pytest.mark.parametrize(
@@ -286,5 +287,5 @@ def test_the_long_reader_refuses_what_json_refuses(text: str) -> None:
     ['{"parts":[1, {"parts":[]}, [2]],"":{"a":[]},"shards":[ ]}', "[1]", "{}", '{"parts":{"shards":[{}]}}', '{"a":1,"a":2}'],
 )
 def test_the_long_reader_reads_what_json_reads(text: str) -> None:
-    padded = (" " * wire.LONG_DOCUMENT_BYTES + text + "\n").encode()
-    assert wire._loads(padded) == json.loads(padded)
+    padded = (" " * written.LONG_DOCUMENT_BYTES + text + "\n").encode()
+    assert written.loads(padded) == json.loads(padded)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay_wire import manifest as wire
+from forebay_wire import document as wire
 from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import Manifest, ManifestError, PackEntry, PartRecord, ShardEntry, pack_chunk_crcs
 from forebay_wire.names import InvalidName, check_shard_name
@@ -203,7 +203,7 @@ def test_long_documents_with_packs_are_made_and_read_in_pieces(monkeypatch: pyte
             return value, end
 
     monkeypatch.setattr(wire, "_DECODER", Counting())
-    assert wire._loads(document) == body
+    assert wire.loads(document) == body
     assert PartRecord.from_json(document) == part
     assert 2 * max(longest) < wire.LONG_DOCUMENT_BYTES
     with pytest.raises(ManifestError):

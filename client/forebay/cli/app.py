@@ -4,10 +4,11 @@ Owns assembly and how an argument error looks. Does not own exit codes (exits.py
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any
+from inspect import signature
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+Options = TypeVar("Options")
 _chosen: dict[str, str | None] = {"address": None}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named above are stable.")]
@@ -42,6 +44,18 @@ def client() -> Client:
 def chosen_address() -> str | None:
     """What was given as --address."""
     return _chosen["address"]
+
+
+def taking(options: type[Options], act: Callable[[Options], int]) -> Callable[..., int]:
+    """`act` as a command of its name whose options are the fields of a dataclass."""
+
+    def command(**given: Any) -> int:
+        return act(options(**given))
+
+    command.__name__, command.__doc__ = act.__name__, act.__doc__
+    command.__annotations__ = get_type_hints(options, include_extras=True) | {"return": int}
+    setattr(command, "__signature__", signature(options))  # noqa: B010  typer looks here; functions have no such attribute
+    return command
 
 
 def _show_version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ Owns the commands only; keys and rules are the gateway's.
 """
 
 import os
+import re
 import socket
 import tomllib
 from pathlib import Path
@@ -17,6 +18,7 @@ from forebay.cli.output import print_json, say
 from forebay.cli.serve import gateway_missing
 from forebay.errors import ForebayError
 
+_UNSET = re.compile(r"^# (\w+) = \(unset\)$", re.MULTILINE)
 _File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The TOML file; none: the default.", show_default=False)]
 _Running = Annotated[bool, typer.Option("--running", help="Ask the running gateway instead.")]
 
@@ -41,19 +43,19 @@ def check(file: _File = None, json: Json = False) -> int:
 
 
 def show(file: _File = None, running: _Running = False, json: Json = False) -> int:
-    """Print the effective configuration as TOML: file, environment and defaults together.
+    """Print the effective configuration as TOML: file, environment and defaults together. Keys without a value are comments.
 
-    JSON keys: node, cache, tier (a list), log, each with the keys and values of the TOML.
+    JSON keys: node, cache, tier (a list), log, each with the keys and values of the TOML; null is a key without a value.
     """
     if running and file is not None:
         raise UsageError("config show: give a FILE or --running, not both")
     text = _of_the_running_gateway() if running else _rendered(load(file))
-    print_json(tomllib.loads(text)) if json else print(text, end="")
+    print_json(_values(text)) if json else print(text, end="")
     return 0
 
 
 def reload(json: Json = False) -> int:
-    """Have the running gateway read its file again and apply what may change: policies, retention, tier.every, log.level.
+    """Have the running gateway read its file again and apply what may change: policies, retention, tiers' limits, log.level.
 
     What else differs takes a restart, and is named. An invalid file changes nothing; exit 2. JSON keys: changed, needs_restart.
     """
@@ -66,6 +68,17 @@ def reload(json: Json = False) -> int:
     if done.needs_restart:
         say(f"takes a restart: {', '.join(done.needs_restart)}")
     return 0
+
+
+def _values(text: str) -> Any:
+    """What the TOML says, None where it says that there is no value."""
+    return _plain(tomllib.loads(_UNSET.sub(r"\1 = {}", text)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()} or None  # no value of a key is a table
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _of_the_running_gateway() -> str:

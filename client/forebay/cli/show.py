@@ -196,10 +196,9 @@ def _say_status(found: Status) -> None:
         ]
         table(("TIER", "STATE", "WAITING", "SHARDS", "OLDEST", "DRAINS AT", "NODES", ""), rows, numeric=(2, 3, 4, 5, 6))
         for tier in found.tiers:
-            if tier.bandwidth_bytes_per_s is not None and tier.live_nodes is not None:
-                say(
-                    f"{tier.name}: this node may send {size_text(tier.bandwidth_bytes_per_s)}/s, one of {tier.live_nodes} nodes"
-                )
+            if tier.bandwidth_bytes_per_s is not None:
+                share = "" if tier.live_nodes is None else f", one of {tier.live_nodes} nodes"
+                say(f"{tier.name}: this node may send {size_text(tier.bandwidth_bytes_per_s)}/s{share}")
             if tier.retention.state != "no rule":
                 say(f"{tier.name}: retention {_retention(tier.retention)}")
 

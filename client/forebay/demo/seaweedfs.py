@@ -3,6 +3,7 @@
 Owns starting, waiting and stopping. Knows nothing of Forebay: standard library and botocore only.
 """
 
+import copy
 import json
 import shutil
 import socket
@@ -20,6 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 ACCESS_KEY = "forebay-test"
 SECRET_KEY = "forebay-test-secret"
 REGION = "us-east-1"
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
 STOP_GRACE_S = 1.0  # it takes 15 s to end by itself, and what it was sent is in its files by then
 _ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
 
@@ -62,7 +64,7 @@ class SeaweedFS:
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs so that the standard AWS chain finds the key."""
-        return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
+        return dict(ENVIRONMENT)
 
     @property
     def pid(self) -> int:
@@ -89,6 +91,13 @@ class SeaweedFS:
             aws_secret_access_key=secret_key,
             config=config,
         )
+
+    def with_bucket(self, bucket: str) -> "SeaweedFS":
+        """The same running server, for who uses a bucket of his own, which is made here. It is this one's to stop it."""
+        found = copy.copy(self)
+        found.bucket = bucket
+        found._wait_ready()
+        return found
 
     def start(self) -> None:
         """Start and wait until the bucket is there."""

@@ -1,18 +1,17 @@
 """What a disk says of its own wear: JSON of smartctl or nvme-cli, from a file or by running them.
 
-Owns reading it. NVMe counts "data units" of 512,000 bytes (NVM Express base specification, SMART / Health Information log).
+Owns finding the disk and asking it. What it answers is read by forebay_wire.wear.
 """
 
-import json
 import os
 import shutil
 import stat
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-DATA_UNIT_BYTES = 512_000
+from forebay_wire import wear
+
 TIMEOUT_S = 10.0
 
 
@@ -74,36 +73,9 @@ def _ask(device: Path) -> str:
 
 def parse(text: str, source: str) -> Ssd:
     """Of either program's JSON. Raises ValueError where it says nothing of wear."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found = wear.parse(text)
+    if found is None:
         raise ValueError(f"{source} is no JSON of smartctl or nvme-cli")
-    log = found.get("nvme_smart_health_information_log", found)
-    capacity = found.get("user_capacity")
-    ssd = Ssd(
-        source,
-        str(found.get("model_name", "")),
-        _number(capacity.get("bytes")) if isinstance(capacity, dict) else None,
-        None if (units := _number(_first(log, "data_units_written"))) is None else units * DATA_UNIT_BYTES,
-        None if (used := _number(_first(log, "percentage_used", "percent_used"))) is None else used / 100,
-    )
-    if ssd.written_bytes is None and ssd.used_share is None and ssd.capacity_bytes is None:
-        errors = found.get("smartctl")
-        said = [item.get("string", "") for item in errors.get("messages", [])] if isinstance(errors, dict) else []
-        raise ValueError(f"{source} says nothing of a disk's wear{': ' + '; '.join(said) if said else ''}")
-    return ssd
-
-
-def _first(log: Any, *names: str) -> Any:
-    return next((log[name] for name in names if isinstance(log, dict) and name in log), None)
-
-
-def _number(value: Any) -> int | None:
-    """Newer nvme-cli prints large numbers as text."""
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        return None
-    return number if number >= 0 else None
+    if found.written_bytes is None and found.used is None and found.capacity_bytes is None:
+        raise ValueError(f"{source} says nothing of a disk's wear{': ' + '; '.join(found.said) if found.said else ''}")
+    return Ssd(source, found.model, found.capacity_bytes, found.written_bytes, found.used)

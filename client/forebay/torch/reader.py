@@ -25,6 +25,7 @@ from forebay.api import STREAMS_MAX, Client
 from forebay.checkpoint_id import LATEST, CheckpointId, of_arguments, parse
 from forebay.errors import ForebayError, Incomplete, InvalidArgument, NotFound
 from forebay.reader import Reader
+from forebay.torch.named import Named
 from forebay.torch.values import Placed, Range, values_of
 from forebay.torch.writer import METADATA_NAME
 
@@ -34,7 +35,7 @@ GAP_BYTES_MAX = 64 << 10  # read and thrown away, where that is cheaper than a r
 AHEAD_BYTES_MAX = 64 << 20  # of what is being read or waits to be copied where it belongs; one larger item is alone
 
 
-class ForebayStorageReader(StorageReader):
+class ForebayStorageReader(Named, StorageReader):
     """Loads with `dcp.load` through this node's gateway, from the nearest good copy; any layout that torch's FileSystemReader
     reads, whoever saved it. Picklable; nothing is opened before the first read.
 
@@ -72,11 +73,6 @@ class ForebayStorageReader(StorageReader):
         self.use_collectives = True
         self._reader: Reader | None = None
         self._failure: ForebayError | None = None
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """forebay://RUN/STEP; None as long as nothing was named."""
-        return None if self._id is None else str(self._id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

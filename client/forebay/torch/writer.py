@@ -29,6 +29,7 @@ from forebay.directories import in_parallel
 from forebay.errors import Incomplete, InvalidArgument, NotFound
 from forebay.session import default_session, launch_session
 from forebay.torch.items import ItemsFile
+from forebay.torch.named import Named
 from forebay.types import Missing
 from forebay.waiting import check_level
 from forebay.writer import CheckpointWriter
@@ -50,7 +51,7 @@ class PlannedPart:
     session: str
 
 
-class ForebayStorageWriter(StorageWriter):
+class ForebayStorageWriter(Named, StorageWriter):
     """Saves with `dcp.save` and `dcp.async_save` through this node's gateway. Picklable; nothing is opened before it is used.
 
     What to save is `run` and `step`, or `checkpoint_id="forebay://RUN/STEP"`, here (in place of `run`) or in dcp.save, so that
@@ -116,11 +117,6 @@ class ForebayStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_part": None, "_planned": None}
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """forebay://RUN/STEP; None as long as nothing was named."""
-        return None if self._id is None else str(self._id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

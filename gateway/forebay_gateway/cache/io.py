@@ -100,6 +100,12 @@ class IoPool:
         """As many buffers of `chunk_size` as `memory_bytes` holds; the least that works where that is too few."""
         return cls(threads, chunk_size, max(BUFFERS_MIN, memory_bytes // chunk_size))
 
+    def grow(self, memory_bytes: int) -> None:
+        """Have at least as much memory from now on; it never has less again, since waiters were told what may be asked for."""
+        if (buffers := memory_bytes // self.buffer_size) > self.buffers:
+            self.buffers, self.reserved = buffers, buffers // 4
+            self._grant()
+
     @property
     def memory_bytes_max(self) -> int:
         """What all buffers together may take."""

@@ -29,6 +29,8 @@ from forebay_gateway.core.errors import StartupError
 from forebay_gateway.core.quantities import format_duration, format_size
 
 ENV_PREFIX = "FOREBAY_"
+# Of clients and of tests; the gateway has one, too.
+OTHER_VARIABLES = tuple(ENV_PREFIX + name for name in ("ADDRESS", "SESSION", "BACKGROUND_BYTES", "FAILPOINTS"))
 
 
 class ConfigError(StartupError):
@@ -334,6 +336,22 @@ def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, uid: int
     return Config(node=node, cache=cache, tiers=tiers, policies=policies, retain=retain, metrics=metrics, log=log)
 
 
+def unknown_variables(config: Config, env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that look like this program's and mean nothing to it, each with the nearest that does. Those that begin as a
+    section's do are errors, and never come so far."""
+    middles = [(section, section) for section in _SECTIONS if section not in _LISTS]
+    middles += [("tier", f"tier_{tier.name}") for tier in config.tiers]
+    known = [_variable(middle, key) for section, middle in middles for key in _KEYS[section]]
+    known += OTHER_VARIABLES
+    strange = (name for name in env if name.startswith(ENV_PREFIX) and name not in known)
+    return [(name, get_close_matches(name, known, 1, 0.0)[0]) for name in sorted(strange)]
+
+
+def is_live(section: str, field: str) -> bool:
+    """Whether a key may change while the gateway serves; of policies and retention rules all may."""
+    return section in _UNNAMED or _KEYS[section][_key_name(field)].live
+
+
 def load_config(text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "") -> Config:
     """The configuration in TOML `text`, overridden by FOREBAY_* of `env`. `source` names the text in errors.
 
@@ -378,9 +396,9 @@ def _toml_value(value: Any, read: str) -> str:
 def _lines(section: str, struct: msgspec.Struct) -> Iterator[str]:
     for field, (name, key) in zip(msgspec.structs.fields(struct), _KEYS[section].items(), strict=True):
         value = getattr(struct, field.name)
-        if value is None or (isinstance(struct, TierConfig) and key.only not in ("", struct.kind)):
+        if isinstance(struct, TierConfig) and key.only not in ("", struct.kind):
             continue
-        yield f"{name} = {_toml_value(value, key.read)}"
+        yield f"# {name} = (unset)" if value is None else f"{name} = {_toml_value(value, key.read)}"
 
 
 def _policy_lines(policy: PolicyConfig) -> Iterator[str]:
@@ -390,7 +408,8 @@ def _policy_lines(policy: PolicyConfig) -> Iterator[str]:
 
 
 def render_toml(config: Config) -> str:
-    """The whole configuration as TOML, defaults included; load_config gives the same configuration back."""
+    """The whole configuration as TOML, defaults included; load_config gives the same configuration back. What has no value is a
+    comment, `# key = (unset)`."""
     blocks = [["[node]", *_lines("node", config.node)], ["[cache]", *_lines("cache", config.cache)]]
     blocks += [["[[tier]]", *_lines("tier", tier)] for tier in config.tiers]
     blocks += [["[[policy]]", *_policy_lines(policy)] for policy in config.policies]
@@ -423,6 +442,7 @@ def config_table() -> str:
             variable = _variable("tier_<name>" if section == "tier" else section, name)
             shown = "" if (section, name) == ("tier", "name") or section in _UNNAMED else f"`{variable}`"
             meaning = (metas[name].description or "") + (f" Kind `{key.only}` only." if key.only else "")
+            meaning += " Live." if is_live(section, name) else ""
             label = f"`{section}.{name}`"
             rows.append(f"| {label} | {kind} | {_default_shown(key, defaults[name])} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"

@@ -43,6 +43,7 @@ class Key:
     choices: tuple[str, ...] = ()
     only: str = ""
     default: str = ""  # as shown, where the default is not a constant
+    live: bool = False  # it may change while the gateway serves
 
 
 class BadValue(ValueError):

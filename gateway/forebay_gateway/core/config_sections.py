@@ -137,10 +137,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     scrub_rate: Annotated[
         int,
-        _key("Most bytes a second that the background scrub reads; 0 or `off`: no scrub.", "size per second or off"),
+        _key("Most bytes a second that the background scrub reads; 0 or `off`: no scrub.", "size per second or off", live=True),
     ] = 50 * MIB
     scrub_every: Annotated[
-        float, _key("Pause between scrubs of the whole cache; 0 or `off`: only when started.", "duration or off")
+        float, _key("Pause between scrubs of the whole cache; 0 or `off`: only when started.", "duration or off", live=True)
     ] = 7 * DAY_S
 
 
@@ -154,7 +154,11 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     every: Annotated[
         Cadence,
-        _key("Each how many periodic checkpoints of a run go to the tier, or after what time the next one does.", "cadence"),
+        _key(
+            "Each how many periodic checkpoints of a run go to the tier, or after what time the next one does.",
+            "cadence",
+            live=True,
+        ),
     ] = EACH
     fleet_bandwidth: Annotated[
         int | None,
@@ -164,6 +168,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             "size per second",
             low=64 * KIB,
             default="no limit",
+            live=True,
         ),
     ] = None
     stagger: Annotated[
@@ -173,19 +178,31 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             "own; 0 or `off`: all begin at once.",
             "duration or off",
             high=3600,
+            live=True,
         ),
     ] = 0.0
     bandwidth: Annotated[
         int | None,
-        _key("Most bytes a second that this node sends to the tier.", "size per second", low=64 * KIB, default="no limit"),
+        _key(
+            "Most bytes a second that this node sends to the tier.",
+            "size per second",
+            low=64 * KIB,
+            default="no limit",
+            live=True,
+        ),
     ] = None
     iops: Annotated[
-        int | None, _key("Most requests a second that this node sends to the tier.", "whole number", low=1, default="no limit")
+        int | None,
+        _key("Most requests a second that this node sends to the tier.", "whole number", low=1, default="no limit", live=True),
     ] = None
-    concurrency: Annotated[int, _key("Transfers at a time for each mover.", "whole number", low=1, high=256)] = 4
+    concurrency: Annotated[int, _key("Transfers at a time for each mover.", "whole number", low=1, high=256, live=True)] = 4
     scrub_rate: Annotated[
         int,
-        _key("Most bytes a second read back from the tier to find silent damage; 0 or `off`: never.", "size per second or off"),
+        _key(
+            "Most bytes a second read back from the tier to find silent damage; 0 or `off`: never.",
+            "size per second or off",
+            live=True,
+        ),
     ] = 20 * MIB
     scrub_every: Annotated[
         float | None,
@@ -193,6 +210,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Pause between such readings of all that this node put there; 0 or `off`: only when started.",
             "duration or off",
             default="30d; 180d for S3",
+            live=True,
         ),
     ] = None
     path: Annotated[str, _key("Directory of the tier.", "path", only="posix", default="required")] = ""
@@ -292,7 +310,9 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[log]: what goes to standard error."""
 
-    level: Annotated[str, _key("Least severe record shown.", "choice", choices=("debug", "info", "warning", "error"))] = "info"
+    level: Annotated[
+        str, _key("Least severe record shown.", "choice", choices=("debug", "info", "warning", "error"), live=True)
+    ] = "info"
     format: Annotated[
         str, _key("`text` for people, `json` for collectors, one object a line.", "choice", choices=("text", "json"))
     ] = "text"

@@ -39,8 +39,10 @@ Costs: heaps all through, nothing is scanned; entries that became stale are drop
 Does not own batches, bandwidth, concurrency, or what is written to the catalog.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 
 from forebay_gateway.core.schedule_heaps import Heaps, Queue
@@ -80,6 +82,7 @@ class Scheduler(Heaps):
             raise ValueError(f"a part with this order is here already order={part.order}")
         checkpoint = self._checkpoints.get(part.session_id) or self._new_checkpoint(part)
         checkpoint.add(part)
+        self._index(checkpoint)
         if part.kind < checkpoint.kind:
             self.promote(part.session_id, part.kind)
         waiting = self._parts[part.order] = Waiting(part, checkpoint)
@@ -216,13 +219,15 @@ class Scheduler(Heaps):
             return False
         return self._held or waiting.held or waiting.checkpoint.awaits or waiting.checkpoint.deferred_until_s > 0
 
-    def entries(self) -> list[Entry]:
-        """What is here, by checkpoint, as the rules would have it go by class and commit. Looks at everything: for people."""
+    def entries(self, after: Entry | None = None, most: int | None = None) -> list[Entry]:
+        """What is here, by checkpoint: what is prioritised, then by class and commit. At most `most`, behind `after`: the last
+        one of the page before, which may be gone. What has moved meanwhile may come twice, or not at all."""
+        begin = 0 if after is None else bisect_right(self._places, after.place)
         found = []
-        for checkpoint in self._checkpoints.values():
-            parts = [self._parts[order] for order in checkpoint.parts]
-            found.append(Entry.of(checkpoint, parts))
-        return sorted(found, key=lambda entry: (entry.turn or inf, entry.kind, entry.order))
+        for *_, session_id in islice(self._places, begin, None if most is None else begin + most):
+            checkpoint = self._checkpoints[session_id]
+            found.append(Entry.of(checkpoint, [self._parts[order] for order in checkpoint.parts]))
+        return found
 
     # -- what an operator says -----------------------------------------------------------------------------------------
 
@@ -254,6 +259,8 @@ class Scheduler(Heaps):
         for order in orders:
             if (waiting := self._parts.get(order)) is not None and not waiting.turn:
                 waiting.turn = next(self._count)
+                waiting.checkpoint.turn = waiting.checkpoint.turn or waiting.turn
+                self._index(waiting.checkpoint)
                 self._list_part(waiting)
 
     def promote(self, session_id: int, kind: Kind) -> None:
@@ -262,6 +269,7 @@ class Scheduler(Heaps):
         if checkpoint is not None and checkpoint.kind is not kind:
             left = checkpoint.lane
             checkpoint.move(kind)
+            self._index(checkpoint)
             checkpoint.deferred_until_s = 0.0
             checkpoint.deadline_s = checkpoint.since_s + self._rules.age_limit_of(kind)
             self._list_lane(left)
@@ -433,6 +441,10 @@ class Scheduler(Heaps):
         checkpoint = waiting.checkpoint
         del self._parts[waiting.part.order]
         checkpoint.parts.discard(waiting.part.order)
+        if waiting.turn and waiting.turn == checkpoint.turn:
+            turns = (self._parts[order].turn for order in checkpoint.parts)
+            checkpoint.turn = min((turn for turn in turns if turn), default=0)
+        self._index(checkpoint)
         if not checkpoint.parts:
             del self._checkpoints[checkpoint.session_id]
             run = checkpoint.run

@@ -4,11 +4,12 @@ Owns the parts, checkpoints and runs of one tier's queue, and the heaps over the
 what can be said of one part, checkpoint or run alone (schedule_rows.py).
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
-from forebay_gateway.core.schedule_rows import Checkpoint, Kind, Lane, Rules, Run, RunRules, Waiting
+from forebay_gateway.core.schedule_rows import Checkpoint, Kind, Lane, Place, Rules, Run, RunRules, Waiting
 
 TIMERS_AT_ONCE = 64  # so that many pauses that end together do not make one decision long
 
@@ -29,6 +30,7 @@ class Heaps:
         self._run_rules = run_rules
         self._parts: dict[int, Waiting] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
+        self._places: list[Place] = []  # of all of them, sorted: a page of the list needs no look at the others
         self._runs: dict[str, Run] = {}
         self._classes = {kind: Queue() for kind in sorted(Kind)}
         self._ages: list[tuple[float, int, int, Lane]] = []
@@ -44,6 +46,17 @@ class Heaps:
         if run is None:
             run = self._runs[name] = Run(name, self._run_rules(name))
         return run
+
+    def _index(self, checkpoint: Checkpoint) -> None:
+        """It came, went, or has another place in the list."""
+        place = checkpoint.place if checkpoint.parts else None
+        if place == checkpoint.indexed:
+            return
+        if checkpoint.indexed is not None:
+            del self._places[bisect_left(self._places, checkpoint.indexed)]
+        if place is not None:
+            insort(self._places, place)
+        checkpoint.indexed = place
 
     def _upcoming_s(self) -> float | None:
         while self._timers and not self._timers[0][2].waits_for(self._timers[0][0]):

@@ -113,6 +113,9 @@ class Idle:
     until_s: float | None
 
 
+Place = tuple[float, int, int, int]  # turn, class, order, session: in the list for people, the first first
+
+
 class Run:
     """One run on one tier."""
 
@@ -185,6 +188,8 @@ class Checkpoint:
         self.parts: set[int] = set()
         self.ready: list[int] = []  # heap of orders
         self.listed: tuple[bool, float, int] | None = None  # as it stands in its lane's heap
+        self.turn = 0  # above 0: some part is prioritised
+        self.indexed: Place | None = None  # as it stands in the list for people
 
     def add(self, part: Part) -> None:
         """One more of its parts."""
@@ -195,6 +200,11 @@ class Checkpoint:
     def move(self, kind: Kind) -> None:
         """To another class."""
         self.kind, self.lane, self.listed = kind, self.run.lanes[kind], None
+
+    @property
+    def place(self) -> "Place":
+        """Where it stands in the list for people."""
+        return self.turn or inf, self.kind, self.order, self.session_id
 
     @property
     def is_superseded(self) -> bool:
@@ -273,6 +283,11 @@ class Entry:
     until_s: float  # of "deferred" and "paused"
     turn: int  # above 0: prioritised
 
+    @property
+    def place(self) -> Place:
+        """Where it stood in the list when it was looked at."""
+        return self.turn or inf, self.kind, self.order, self.session_id
+
     @classmethod
     def of(cls, checkpoint: Checkpoint, parts: list[Waiting]) -> "Entry":
         """As it stands."""
@@ -299,5 +314,5 @@ class Entry:
             sum(part.left + part.out for part in parts),
             state,
             until_s,
-            min((part.turn for part in parts if part.turn), default=0),
+            checkpoint.turn,
         )

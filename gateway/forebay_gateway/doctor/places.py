@@ -4,6 +4,7 @@ Owns whether a directory can be measured at all, and which size of checkpoint fi
 """
 
 import errno
+import json
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from forebay_gateway.core.quantities import format_size
 from forebay_gateway.doctor.devices import device_of, disks_of
 from forebay_gateway.doctor.filesystem import find_mount
 from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.tiers.posix.marker import MADE
 
 SIZE_MIN = 1 << 20
 _SPARE = 0.05  # of a tier's file system, which others use too
@@ -105,6 +107,9 @@ def _look_inside(place: Place, path: Path) -> None:
             f"touch {CONTROL_DIR}/tier.json",
         )
         return
+    if place.marked and _was_made(path):
+        place.checks.append(_made_check(place, path))
+        return
     place.checks.append(
         Check(
             place.name,
@@ -115,6 +120,24 @@ def _look_inside(place: Place, path: Path) -> None:
             "" if place.marked else f"if a file system belongs at {path}, mount it first",
         )
     )
+
+
+def _was_made(root: Path) -> bool:
+    """Whether its marker says that a gateway made the directory."""
+    try:
+        body = json.loads((root / CONTROL_DIR / "tier.json").read_bytes())
+    except ValueError:
+        return False
+    return isinstance(body, dict) and body.get(MADE) is True
+
+
+def _made_check(place: Place, path: Path) -> Check:
+    """A directory that a gateway made lies on whatever was there: the node's own disk where a mount was missing."""
+    point = Path("/") if place.mount is None else place.mount.point
+    on_root = point == Path("/")
+    value = f"{path}: marked as a tier; a gateway made the directory, on {place.device or 'an unknown device'} ({point})"
+    do = f"if a file system belongs at {path}: stop the gateway, move the directory away, mount it" if on_root else ""
+    return Check(place.name, "path", "WARN" if on_root else "OK", value, _WHY, do)
 
 
 def explain(error: Exception, path: Path | None) -> tuple[str, str]:

@@ -123,11 +123,13 @@ class Saves(msgspec.Struct, frozen=True, tag=True):
     under_way: bool
 
 
-class Pace(msgspec.Struct, frozen=True, tag=True):
-    """Bytes a second that go to a tier from now on; None is no limit."""
+class Limits(msgspec.Struct, frozen=True, tag=True):
+    """What may go to a tier from now on: bytes and requests a second, where None is no limit, and transfers at a time."""
 
     tier: str
     bandwidth: int | None
+    iops: int | None
+    concurrency: int
 
 
 class UploadBegun(msgspec.Struct, frozen=True, tag=True):
@@ -170,7 +172,7 @@ class JobDone(msgspec.Struct, frozen=True, tag=True):
 
 
 Job = DrainJob | FetchJob | CheckJob
-ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel, Saves, Pace]  # noqa: UP007  msgspec reads it at run time
+ToMover = Union[Setup, DrainJob, FetchJob, CheckJob, Ack, Cancel, Saves, Limits]  # noqa: UP007  msgspec reads it at run time
 ToFront = Union[UploadBegun, Progress, ItemDone, ItemFailed, JobDone]  # noqa: UP007
 
 _encoder = msgspec.msgpack.Encoder()

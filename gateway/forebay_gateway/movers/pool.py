@@ -28,7 +28,7 @@ from forebay_gateway.movers.jobs import (
     ItemFailed,
     Job,
     JobDone,
-    Pace,
+    Limits,
     Progress,
     Saves,
     Setup,
@@ -84,14 +84,14 @@ class MoverProcess:
         self._pause_s = 0.0
         self._stopped = False
         self._saves = Saves(False)
-        self._paces: dict[str, Pace] = {}
+        self._limits: dict[str, Limits] = {}
 
-    def pace(self, tier: str, bandwidth: int | None) -> None:
-        """What it may send to the tier; told to the process, and to each that takes its place."""
-        if (pace := Pace(tier, bandwidth)) != self._paces.get(tier):
-            self._paces[tier] = pace
+    def limit(self, limits: Limits) -> None:
+        """What it may do on a tier; told to the process, and to each that takes its place."""
+        if limits != self._limits.get(limits.tier):
+            self._limits[limits.tier] = limits
             if self._writer is not None and not self._writer.is_closing():
-                send(self._writer, pace)
+                send(self._writer, limits)
 
     def saves(self, under_way: bool) -> None:
         """Whether shards are being received; told to the process, and to each that takes its place."""
@@ -191,8 +191,8 @@ class MoverProcess:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         send(self._writer, self._setup)
         send(self._writer, self._saves)
-        for pace in self._paces.values():
-            send(self._writer, pace)
+        for limits in self._limits.values():
+            send(self._writer, limits)
         self._listener = asyncio.create_task(self._listen(reader, self._process), name=f"mover {self.name}")
         return self._writer
 
@@ -235,7 +235,7 @@ class Movers(Protocol):
     def next_job_id(self) -> int: ...
     def processes(self) -> list[MoverProcess]: ...
     def saves(self, under_way: bool) -> None: ...
-    def pace(self, tier: str, bandwidth: int | None) -> None: ...
+    def limit(self, limits: Limits) -> None: ...
     async def drain(self, tier: str, job: Job, reports: Reports) -> None: ...
     async def fetch(self, job: Job, reports: Reports) -> None: ...
     async def stop(self, grace_s: float) -> None: ...
@@ -268,10 +268,10 @@ class MoverPool:
         for process in self.processes():
             process.saves(under_way)
 
-    def pace(self, tier: str, bandwidth: int | None) -> None:
-        """Bytes a second that this node may send to the tier from now on; None is no limit. Only its drain puts bytes there."""
-        for process in self._lanes[tier]:
-            process.pace(tier, bandwidth)
+    def limit(self, limits: Limits) -> None:
+        """What each mover may do on the tier from now on: the one that drains to it, and those that fetch from it."""
+        for process in (*self._lanes[limits.tier], *self._lanes[""]):
+            process.limit(limits)
 
     async def drain(self, tier: str, job: Job, reports: Reports) -> None:
         """Run a drain or check job in the tier's lane."""

@@ -10,10 +10,13 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
@@ -35,7 +38,7 @@ from forebay_gateway.movers.jobs import (
     ItemFailed,
     Job,
     JobDone,
-    Pace,
+    Limits,
     Progress,
     Saves,
     Setup,
@@ -52,7 +55,7 @@ from forebay_gateway.tiers.factory import open_tier
 from forebay_gateway.tiers.ranges import ReadAhead
 from forebay_gateway.tiers.readback import check_size
 from forebay_gateway.tiers.s3.parts import part_size
-from forebay_gateway.tiers.throttled import set_bandwidth
+from forebay_gateway.tiers.throttled import set_limits
 from forebay_wire.manifest import unpack_chunk_crcs
 
 log = logging.getLogger("forebay.mover")
@@ -82,8 +85,8 @@ class Mover:
                         self._runner.acknowledged(job_id, index)
                     case Saves(under_way=under_way):
                         self._runner.turn.saves(under_way)
-                    case Pace(tier=tier, bandwidth=bandwidth):
-                        self._runner.pace(tier, bandwidth)
+                    case Limits():
+                        self._runner.limit(message)
                     case Cancel(id=job_id):
                         if (running := self._jobs.get(job_id)) is not None:
                             running.cancel()
@@ -104,6 +107,15 @@ class Mover:
         self._jobs.pop(job_id, None)
 
 
+@dataclass(eq=False, slots=True)
+class _Opened:
+    """A tier in use. Another takes its place, for the jobs that begin then, where its configuration changed."""
+
+    tier: Tier
+    config: TierConfig
+    jobs: int = 0
+
+
 class JobRunner:
     """Does jobs, whoever hands them over: every item is reported to `tell`, and a JobDone after the last."""
 
@@ -112,25 +124,32 @@ class JobRunner:
         self._tell = tell
         self._open_tier = opened
         self._cache = CacheDir.attach(Path(setup.cache_path))
-        self._pool = IoPool.within(buffer_bytes(setup), setup.chunk_size)
+        self._pool = IoPool.within(buffer_bytes(setup.tiers, setup.chunk_size), setup.chunk_size)
         self._ahead = ReadAhead()  # of all fetches; a mover that fetches drains nothing
-        self._tiers: dict[str, Tier] = {}
-        self._paces: dict[str, int | None] = {}
+        self._configs = {config.name: config for config in setup.tiers}
+        self._tiers: dict[str, _Opened] = {}
         self._acks: dict[tuple[int, int], asyncio.Future[None]] = {}
         self.turn = Turn(SystemClock())
 
     async def close(self) -> None:
         """Let go of tiers and threads; no job runs any more."""
-        for tier in self._tiers.values():
-            with contextlib.suppress(ForebayError, OSError):
-                await tier.close()
+        for opened in self._tiers.values():
+            await _close(opened.tier)
         self._pool.close()
 
-    def pace(self, name: str, bandwidth: int | None) -> None:
-        """What may be sent to the tier now, also by transfers under way."""
-        self._paces[name] = bandwidth
-        if (tier := self._tiers.get(name)) is not None:
-            set_bandwidth(tier, bandwidth)
+    def limit(self, limits: Limits) -> None:
+        """What may be done on the tier now: its pace holds for transfers under way, `concurrency` from the next job on."""
+        config = msgspec.structs.replace(
+            self._configs[limits.tier],
+            bandwidth=limits.bandwidth,
+            iops=limits.iops,
+            concurrency=limits.concurrency,
+            fleet_bandwidth=None,  # the bandwidth is this node's share of it already
+        )
+        self._configs[limits.tier] = config
+        self._pool.grow(buffer_bytes(self._configs.values(), self._setup.chunk_size))
+        if (opened := self._tiers.get(limits.tier)) is not None:
+            set_limits(opened.tier, limits.bandwidth, limits.iops)
 
     def acknowledged(self, job_id: int, index: int) -> None:
         """The front has recorded the item's upload."""
@@ -150,26 +169,34 @@ class JobRunner:
         finally:
             self._tell(JobDone(job.id))
 
-    def _tier(self, name: str, capabilities: Capabilities) -> Tier:
-        tier = self._tiers.get(name)
-        if tier is None:
-            config = next(config for config in self._setup.tiers if config.name == name)
-            tier = self._tiers[name] = self._open_tier(config)
-            if name in self._paces:
-                set_bandwidth(tier, self._paces[name])
-        tier.capabilities = capabilities
-        return tier
+    @asynccontextmanager
+    async def _using(self, name: str, capabilities: Capabilities) -> AsyncIterator[Tier]:
+        """The tier for one job, as it is configured when the job begins."""
+        opened, config = self._tiers.get(name), self._configs[name]
+        if opened is None or opened.config.concurrency != config.concurrency:  # its threads and connections are as many
+            replaced, opened = opened, _Opened(self._open_tier(config), config)
+            self._tiers[name] = opened
+        else:
+            replaced = None
+        opened.tier.capabilities = capabilities
+        opened.jobs += 1
+        try:
+            if replaced is not None and not replaced.jobs:
+                await _close(replaced.tier)
+            yield opened.tier
+        finally:
+            opened.jobs -= 1
+            if not opened.jobs and self._tiers.get(name) is not opened:
+                await _close(opened.tier)
 
     async def _each(
         self,
         job: DrainJob | CheckJob,
         act: Callable[[DrainJob | CheckJob, int, ShardItem, Tier], Awaitable[ObjectInfo]],
     ) -> None:
-        tier = self._tier(job.tier, job.capabilities)
-        config = next(config for config in self._setup.tiers if config.name == job.tier)
-        slots = asyncio.Semaphore(config.concurrency)
+        slots = asyncio.Semaphore(self._configs[job.tier].concurrency)
 
-        async def one(index: int, item: ShardItem) -> None:
+        async def one(index: int, item: ShardItem, tier: Tier) -> None:
             async with slots:
                 try:
                     info = await act(job, index, item, tier)
@@ -178,9 +205,9 @@ class JobRunner:
                 else:
                     self._tell(ItemDone(job.id, index, tag_on_tier=info.tag))
 
-        async with asyncio.TaskGroup() as group:
+        async with self._using(job.tier, job.capabilities) as tier, asyncio.TaskGroup() as group:
             for index, item in enumerate(job.items):
-                group.create_task(one(index, item))
+                group.create_task(one(index, item, tier))
 
     async def _drain_item(self, job: DrainJob | CheckJob, index: int, item: ShardItem, tier: Tier) -> ObjectInfo:
         async def record(upload_id: str) -> None:
@@ -229,28 +256,37 @@ class JobRunner:
             raise
 
     async def _fetch(self, job: FetchJob) -> None:
-        sources = [(source.tier, self._tier(source.tier, source.capabilities)) for source in job.sources]
-
         def failed(tier_name: str, error: Exception) -> None:
             self._tell(ItemFailed(job.id, 0, failure_of(error), tier_name))
 
+        def moved(size: int) -> None:
+            self._tell(Progress(job.id, size))
+
         try:
-            disk_size = await fetch.fetch(
-                self._cache, self._pool, job, sources, failed, lambda size: self._tell(Progress(job.id, size)), self._ahead
-            )
+            async with AsyncExitStack() as stack:
+                sources = [
+                    (source.tier, await stack.enter_async_context(self._using(source.tier, source.capabilities)))
+                    for source in job.sources
+                ]
+                disk_size = await fetch.fetch(self._cache, self._pool, job, sources, failed, moved, self._ahead)
         except Exception as error:  # noqa: BLE001  reported to the front
             self._tell(ItemFailed(job.id, 0, failure_of(error)))
         else:
             self._tell(ItemDone(job.id, 0, disk_size=disk_size))
 
 
-def buffer_bytes(setup: Setup) -> int:
+async def _close(tier: Tier) -> None:
+    with contextlib.suppress(ForebayError, OSError):
+        await tier.close()
+
+
+def buffer_bytes(tiers: Iterable[TierConfig], chunk_size: int) -> int:
     """Enough that every transfer of the busiest tier can hold a whole part: with less they could wait for each other.
 
     A quarter of a pool is kept for writers (cache/io), so a third is added.
     """
-    parts = [config.concurrency * part_size(0, setup.chunk_size, config.part_size) for config in setup.tiers]
-    return max(BUFFERS_BYTES_MIN, max(parts, default=0) * 4 // 3 + 4 * setup.chunk_size)
+    parts = [config.concurrency * part_size(0, chunk_size, config.part_size) for config in tiers]
+    return max(BUFFERS_BYTES_MIN, max(parts, default=0) * 4 // 3 + 4 * chunk_size)
 
 
 class Yielding:

@@ -1,7 +1,7 @@
-"""How many nodes share a tier, and this node's share of its bandwidth.
+"""What this node may do on a tier now: its limits, and of a bandwidth that all nodes share, its part.
 
     this node's record on the tier, replaced at every beat -> one listing shows every record's version -> those that changed
-    within the expiry are alive -> the movers hear what one of so many may send
+    within the expiry are alive -> the movers hear what one of so many may send, and after a reload all that changed
 
 Owns the records below `.forebay/nodes` and that count; on tiers with `fleet_bandwidth` only, since each look costs requests.
 Does not own the arithmetic (core/fleet.py) or the token bucket (tiers/throttled.py).
@@ -10,14 +10,17 @@ Does not own the arithmetic (core/fleet.py) or the token bucket (tiers/throttled
 import json
 import logging
 import secrets
+from collections.abc import Callable
 
 from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.fleet import NODES_DIR, Sighting, look, node_key, offset_s, share_of, unchanged_s
 from forebay_gateway.core.records import SessionRow
 from forebay_gateway.core.schedule_rows import Kind
+from forebay_gateway.movers.jobs import Limits
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_gateway.tiers.throttled import set_limits
 
 log = logging.getLogger("forebay.fleet")
 
@@ -28,10 +31,11 @@ FORGOTTEN_S = 86_400.0  # a record that nobody has changed for so long is remove
 
 
 class Fleet:
-    """The nodes on one tier."""
+    """The nodes on one tier. `wake` is called when a reload gives `step` something to do."""
 
-    def __init__(self, node: Node, tier: MonitoredTier, config: TierConfig) -> None:
-        self._node, self._tier, self._config = node, tier, config
+    def __init__(self, node: Node, tier: MonitoredTier) -> None:
+        self._node, self._tier = node, tier
+        self.wake: Callable[[], None] = lambda: None
         self._key = node_key(node.id)
         self._process = secrets.token_hex(8)  # a second gateway under this node's name writes another one
         self._beat = 0
@@ -42,9 +46,13 @@ class Fleet:
         self.doubled = False  # another process uses this node's name
 
     @property
+    def _config(self) -> TierConfig:
+        return self._node.tier_config(self._tier.name)
+
+    @property
     def live_nodes(self) -> int | None:
         """Those that are alive, this one among them; None where nobody keeps records, or before the first look."""
-        return self._live or None
+        return None if self._config.fleet_bandwidth is None else self._live or None
 
     @property
     def beat_s(self) -> float:
@@ -55,6 +63,17 @@ class Fleet:
     def bandwidth(self) -> int | None:
         """Bytes a second that this node may send now; None is no limit."""
         return share_of(self._config.fleet_bandwidth, self._live or 1, self._config.bandwidth)
+
+    def reload(self) -> None:
+        """The configuration was read again."""
+        self._tell()
+        self.wake()
+
+    def _tell(self) -> None:
+        """The front, too: it writes documents, and shards while the cache's disk fails."""
+        config, bandwidth = self._config, self.bandwidth
+        set_limits(self._tier.tier, bandwidth, config.iops)
+        self._node.movers.limit(Limits(self._tier.name, bandwidth, config.iops, config.concurrency))
 
     async def step(self) -> float | None:
         """One beat, and a look at the others'. Returns the pause in seconds."""
@@ -84,7 +103,7 @@ class Fleet:
         if live != self._live:
             log.info("nodes that share the tier tier=%s live=%s", self._tier.name, live)
             self._live = live
-        self._node.movers.pace(self._tier.name, self.bandwidth)
+        self._tell()
         for key, seen in list(self._seen.items()):
             if key != self._key and unchanged_s(seen, now_s) >= FORGOTTEN_S:
                 await self._tier.tier.delete(key)
@@ -108,7 +127,7 @@ class Fleet:
 def not_before_s(node: Node, tier: str, session: SessionRow) -> float:
     """When the drain of a session to the tier may begin, monotonic: a periodic one after this node's offset in `tier.stagger`,
     counted from when this process first saw it; others at once."""
-    window_s = next((config.stagger for config in node.config.tiers if config.name == tier), 0.0)
+    window_s = node.tier_config(tier).stagger
     if window_s <= 0 or session.kind is not Kind.PERIODIC:
         return float("-inf")
     return node.first_seen_s.setdefault(session.id, node.clock.monotonic()) + offset_s(node.id, tier, window_s)

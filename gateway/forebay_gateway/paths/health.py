@@ -222,8 +222,8 @@ class Health:
 
     def _patience_s(self, tier: str) -> float:
         """Without any byte moved; longer where the operator wants it slow."""
-        (config,) = (config for config in self._node.config.tiers if config.name == tier)
-        return STALLED_AFTER_S + (PIECE_BYTES / config.bandwidth if config.bandwidth else 0.0)
+        bandwidth = self._node.tier_config(tier).bandwidth
+        return STALLED_AFTER_S + (PIECE_BYTES / bandwidth if bandwidth else 0.0)
 
     def _cache_alarms(self) -> list[Alarm]:
         pressure = self._node.budget.pressure()

@@ -15,7 +15,7 @@ from forebay_gateway.base.recent import Recent
 from forebay_gateway.cache.io import IoPool
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import Catalog
-from forebay_gateway.core.config_sections import Config, PolicyConfig
+from forebay_gateway.core.config_sections import Config, PolicyConfig, TierConfig
 from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument
 from forebay_gateway.core.policy import policy_of
 from forebay_gateway.core.records import Origin, SessionRow, ShardKey, ShardRow
@@ -174,6 +174,10 @@ class Node:
             if not self.budget.disk.reason:  # else it is the refusal itself
                 self.budget.disk.failed(error.sentence)
             raise
+
+    def tier_config(self, name: str) -> TierConfig:
+        """What holds for the tier now: some of it may change while the gateway serves, see reload.py."""
+        return next(config for config in self.config.tiers if config.name == name)
 
     def tier(self, name: str) -> MonitoredTier:
         """By name; raises InvalidArgument that lists the names."""

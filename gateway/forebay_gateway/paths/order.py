@@ -141,9 +141,9 @@ class Order:
         """Whether a part waits because a rule or an operator says so, and not because the drain does not come to it."""
         return self._scheduler.rests(order)
 
-    def entries(self) -> list[Entry]:
-        """What waits, by checkpoint."""
-        return self._scheduler.entries()
+    def entries(self, after: Entry | None, most: int) -> list[Entry]:
+        """What waits, by checkpoint: at most `most`, behind `after`."""
+        return self._scheduler.entries(after, most)
 
     def begun(self, txn: WriteTxn, session: SessionRow) -> None:
         """Part of the transaction that hands out a batch: the cadence counts from this checkpoint on."""

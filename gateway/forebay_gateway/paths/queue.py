@@ -7,7 +7,9 @@
 Owns the words and the marks. Holding a whole tier is the drain's own; what goes next is order.py's.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +24,7 @@ from forebay_gateway.paths.order import promote
 from forebay_gateway.paths.skip import skipped_count
 from forebay_gateway.paths.wholeness import complete_at_cache
 
-LISTED_MAX = 1000  # of each tier
+ENTRIES_A_PAGE = 200  # some milliseconds
 ACTIONS = ("hold", "release", "retry", "prio")
 
 Name = tuple[str, int]
@@ -53,17 +55,22 @@ class Queue:
         self._node = node
         self._drains = drains
 
-    async def listed(self) -> tuple[list[Waiting], dict[str, int]]:
-        """What waits, tier by tier, the prioritised first, then by class and commit; how many were left out on each."""
-        found: list[Waiting] = []
+    async def pages(self) -> AsyncGenerator[list[Waiting], None]:
+        """What waits, tier by tier, the prioritised first, then by class and commit; a page as it is in that moment."""
         for name, drain in self._drains.items():
-            await drain.order.catch_up()  # while the tier is away its drain does not
-            entries = drain.order.entries()[:LISTED_MAX]
-            places = {entry.session_id: place for place, entry in enumerate(entries, 1) if entry.turn}  # they come first
-            with self._node.catalog.read() as txn:
-                found += [self._waiting(txn, name, entry, places.get(entry.session_id, 0)) for entry in entries]
+            listed = 0
+            async with aclosing(_entries(drain)) as pages:
+                async for entries in pages:
+                    places = enumerate(entries, listed + 1)  # of the prioritised, which come first
+                    with self._node.catalog.read() as txn:
+                        page = [self._waiting(txn, name, entry, place if entry.turn else 0) for place, entry in places]
+                    listed += len(page)
+                    yield page
+
+    def skipped(self) -> dict[str, int]:
+        """How many checkpoints were left out on each tier so far."""
         with self._node.catalog.read() as txn:
-            return found, {name: skipped_count(txn, name) for name in self._drains}
+            return {name: skipped_count(txn, name) for name in self._drains}
 
     def _waiting(self, txn: ReadTxn, tier: str, entry: Entry, place: int) -> Waiting:
         _, _, proved, size = txn.session_progress(entry.session_id, tier)
@@ -115,8 +122,9 @@ class Queue:
     async def _all(self, action: str) -> list[Name]:
         names: dict[Name, None] = {}
         for drain in self._drains.values():
-            await drain.order.catch_up()
-            names |= dict.fromkeys((entry.run, entry.step) for entry in drain.order.entries())
+            async with aclosing(_entries(drain)) as pages:
+                async for entries in pages:
+                    names |= dict.fromkeys((entry.run, entry.step) for entry in entries)
         if action != "release":
             return list(names)
         with self._node.catalog.read() as txn:
@@ -153,6 +161,16 @@ class Queue:
         for tier, state in session.publish.items():
             if state is PublishState.SKIPPED and tier in self._drains:
                 await self._drains[tier].order.unskip(session.id)
+
+
+async def _entries(drain: Drain) -> AsyncGenerator[list[Entry], None]:
+    """All that waits for one tier, a page at a time: others have their turn between two."""
+    await drain.order.catch_up()  # while the tier is away its drain does not
+    after: Entry | None = None
+    while page := drain.order.entries(after, ENTRIES_A_PAGE):
+        yield page
+        after = page[-1]
+        await asyncio.sleep(0)
 
 
 def _parse(text: str) -> Name:

@@ -2,28 +2,30 @@
 
     read and check the whole file -> what may change now is taken over -> whoever keeps rules of it looks again
 
-Owns which keys may change and how it is told what else differs. A file that is not valid, or whose policies need tiers that
-this process does not have, changes nothing.
+Owns how they change and how it is told what else differs; which may is said beside each key (core/config_sections). A file that
+is not valid, or whose policies need tiers that this process does not have, changes nothing.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from forebay_gateway.base.logs import set_level
-from forebay_gateway.core.config_sections import Config, TierConfig
+from forebay_gateway.core.config import is_live
+from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import InvalidArgument, StartupError, Unsupported
 from forebay_gateway.paths.node import Node
 
 log = logging.getLogger("forebay.reload")
 
-LIVE_OF_TIER = ("every",)  # the movers have the others, from their start on
+S = TypeVar("S", bound=msgspec.Struct)
+
 STAYS = "the configuration stays as it is"
-LIVE = ("policy", "retain", "log.level")
+SECTIONS = ("node", "cache", "metrics", "log")  # those with one table
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Reloader:
         except StartupError as error:
             raise InvalidArgument(f"{STAYS}: {error}") from error
         now = self._node.config
-        changed = [key for key in _different(now, wanted) if _is_live(key)]
         merged = _merged(now, wanted)
+        changed = list(_different(now, merged))
         _check_tiers(self._node, merged)
         self._node.config = merged
         set_level(merged.log.level)
@@ -64,25 +66,21 @@ class Reloader:
         return Reloaded(tuple(changed), left)
 
 
-def _is_live(key: str) -> bool:
-    return key in LIVE or (key.startswith("tier.") and key.rpartition(".")[2] in LIVE_OF_TIER)
-
-
 def _merged(now: Config, wanted: Config) -> Config:
     """As it is, but for what may change."""
     by_name = {tier.name: tier for tier in wanted.tiers}
-
-    def tier(one: TierConfig) -> TierConfig:
-        other = by_name.get(one.name, one)
-        return replace(one, **{name: getattr(other, name) for name in LIVE_OF_TIER})
-
     return replace(
         now,
-        tiers=tuple(map(tier, now.tiers)),
+        tiers=tuple(_merged_section("tier", tier, by_name.get(tier.name, tier)) for tier in now.tiers),
         policies=wanted.policies,
         retain=wanted.retain,
-        log=replace(now.log, level=wanted.log.level),
+        **{section: _merged_section(section, getattr(now, section), getattr(wanted, section)) for section in SECTIONS},
     )
+
+
+def _merged_section(section: str, now: S, wanted: S) -> S:
+    live = (field.name for field in msgspec.structs.fields(now) if is_live(section, field.name))
+    return replace(now, **{name: getattr(wanted, name) for name in live})
 
 
 def _check_tiers(node: Node, config: Config) -> None:
@@ -112,7 +110,7 @@ def _different(one: Config, other: Config) -> Iterator[str]:
 
 
 def _keys(config: Config) -> Iterator[tuple[str, Any]]:
-    for section in ("node", "cache", "metrics", "log"):
+    for section in SECTIONS:
         for name, value in msgspec.structs.asdict(getattr(config, section)).items():
             yield f"{section}.{name}", value
     for tier in config.tiers:

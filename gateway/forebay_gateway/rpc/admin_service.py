@@ -3,6 +3,8 @@
 Owns decoding and encoding, and what counts as healthy.
 """
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 
 from forebay_gateway import __version__
@@ -17,7 +19,8 @@ from forebay_gateway.paths.reload import Reloader
 from forebay_gateway.paths.skip import skipped_count
 from forebay_gateway.paths.write import WritePath
 from forebay_gateway.rpc import encode
-from forebay_gateway.rpc.status import Context, answers
+from forebay_gateway.rpc.sending import Sending
+from forebay_gateway.rpc.status import Context, answers, streams
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.v1 import admin_pb2 as pb
 
@@ -39,6 +42,7 @@ class AdminService:
         fleets: dict[str, Fleet],
         expiries: dict[str, Expiry],
     ) -> None:
+        self.sending = Sending(node.config.node.stream_timeout)
         self._node = node
         self._health = health
         self._writes = writes
@@ -154,14 +158,14 @@ class AdminService:
             await self._queue.change("release", ())
         return pb.SetQueueResponse(tiers=[tier.name for tier in tiers])
 
-    @answers
-    async def ListQueue(self, request: pb.ListQueueRequest, context: Context) -> pb.ListQueueResponse:
+    @streams
+    async def ListQueue(self, request: pb.ListQueueRequest, context: Context) -> AsyncGenerator[pb.ListQueueResponse, None]:
         """See admin.proto."""
-        waiting, skipped = await self._queue.listed()
-        return pb.ListQueueResponse(
-            entries=[_queue_entry(each) for each in waiting],
-            skips=[pb.QueueSkips(tier=tier, skipped=count) for tier, count in skipped.items()],
-        )
+        async with aclosing(self._queue.pages()) as pages:
+            async for page in pages:
+                yield pb.ListQueueResponse(entries=map(_queue_entry, page))
+        skipped = self._queue.skipped()
+        yield pb.ListQueueResponse(skips=[pb.QueueSkips(tier=tier, skipped=count) for tier, count in skipped.items()])
 
     @answers
     async def ChangeQueue(self, request: pb.ChangeQueueRequest, context: Context) -> pb.ChangeQueueResponse:

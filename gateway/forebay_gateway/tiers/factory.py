@@ -38,8 +38,7 @@ def open_tier(
     clock = clock or SystemClock()
     tier = _bare(config, clock, owner, known_root)
     bandwidth = share_of(config.fleet_bandwidth, 1, config.bandwidth)  # until it is known how many nodes there are
-    if bandwidth is not None or config.iops is not None:
-        tier = ThrottledTier(tier, clock, bandwidth, config.iops)
+    tier = ThrottledTier(tier, clock, bandwidth, config.iops)  # also without a limit: one may be set while it is in use
     tier = RetryingTier(tier, clock, policy)
     return tier if meter is None else MeteredTier(tier, meter)
 

@@ -20,31 +20,38 @@ _BURST_S = 0.25
 
 
 class TokenBucket:
-    """`rate` tokens a second, saved up for a quarter of a second at most. A taker may overdraw; the next ones wait for it."""
+    """`rate` tokens a second, saved up for a quarter of a second at most; None is no limit. A taker may overdraw; the next ones
+    wait for it."""
 
-    def __init__(self, rate: float, clock: Clock) -> None:
-        if rate <= 0:
-            raise ValueError(f"a token bucket needs a rate above 0, not {rate}")
-        self._rate = rate
+    def __init__(self, rate: float | None, clock: Clock) -> None:
         self._clock = clock
-        self._burst = max(1.0, rate * _BURST_S)
-        self._tokens = self._burst
+        self._rate: float | None = None
         self._at_s = clock.monotonic()
+        self._burst = self._tokens = 0.0
+        self.set_rate(rate)
+        self._tokens = self._burst
 
-    def set_rate(self, rate: float) -> None:
-        """From now on; what was saved up or owed stays."""
+    def set_rate(self, rate: float | None) -> None:
+        """From now on, also for who waits. What was saved up or owed stays, unless there was or will be no limit."""
+        if rate is not None and rate <= 0:
+            raise ValueError(f"a token bucket needs a rate above 0, not {rate}")
         self._refill()
-        self._rate, self._burst = rate, max(1.0, rate * _BURST_S)
+        self._rate, self._burst = rate, max(1.0, (rate or 0.0) * _BURST_S)
 
     def _refill(self) -> None:
         now_s = self._clock.monotonic()
-        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
+        if self._rate is None:
+            self._tokens = 0.0
+        else:
+            self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
         self._at_s = now_s
 
     async def take(self, tokens: float) -> None:
         """Wait until the bucket is not in debt, then take."""
+        if self._rate is None:
+            return
         self._refill()
-        while self._tokens < 0:
+        while self._rate is not None and self._tokens < 0:
             await self._clock.sleep(min(_SLICE_S, max(_SLEEP_S_MIN, -self._tokens / self._rate)))
             self._refill()
         self._tokens -= tokens
@@ -71,29 +78,22 @@ class ThrottledTier(TierWrapper):
 
     def __init__(self, inner: Tier, clock: Clock, bandwidth: int | None = None, iops: int | None = None) -> None:
         super().__init__(inner)
-        self._clock = clock
-        self._bytes = None if bandwidth is None else TokenBucket(bandwidth, clock)
-        self._verbs = None if iops is None else TokenBucket(iops, clock)
+        self._bytes = TokenBucket(bandwidth, clock)
+        self._verbs = TokenBucket(iops, clock)
 
-    def set_bandwidth(self, bandwidth: int | None) -> None:
-        """From now on, transfers under way included where there was a limit before."""
-        if bandwidth is None:
-            self._bytes = None
-        elif self._bytes is None:
-            self._bytes = TokenBucket(bandwidth, self._clock)
-        else:
-            self._bytes.set_rate(bandwidth)
+    def set_limits(self, bandwidth: int | None, iops: int | None) -> None:
+        """From now on, transfers under way included."""
+        self._bytes.set_rate(bandwidth)
+        self._verbs.set_rate(iops)
 
     async def _admit(self, size: int = 0) -> None:
-        if self._verbs is not None:
-            await self._verbs.take(1)
-        if self._bytes is not None and size:
+        await self._verbs.take(1)
+        if size:
             await self._bytes.take(size)
 
     async def put(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         await self._admit()
-        paced = source if self._bytes is None else _PacedSource(source, self._bytes)
-        return await self.inner.put(key, paced, options)
+        return await self.inner.put(key, _PacedSource(source, self._bytes), options)
 
     async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         await self._admit()
@@ -157,8 +157,7 @@ class PacedStream(ShardStream):
         await self._inner.begin()
 
     async def write(self, crc: int, data: memoryview) -> None:
-        if self._tier._bytes is not None:
-            await self._tier._bytes.take(len(data))
+        await self._tier._bytes.take(len(data))
         await self._inner.write(crc, data)
 
     async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
@@ -168,10 +167,10 @@ class PacedStream(ShardStream):
         return await self._inner.discard()
 
 
-def set_bandwidth(tier: Tier, bandwidth: int | None) -> None:
-    """Of a tier with its decorators; a no-op on one that was opened without any limit."""
+def set_limits(tier: Tier, bandwidth: int | None, iops: int | None) -> None:
+    """Of a tier with its decorators, as the factory makes them; a bare one has no pace."""
     while isinstance(tier, TierWrapper):
         if isinstance(tier, ThrottledTier):
-            tier.set_bandwidth(bandwidth)
+            tier.set_limits(bandwidth, iops)
             return
         tier = tier.inner

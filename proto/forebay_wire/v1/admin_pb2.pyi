@@ -533,10 +533,12 @@ class ListQueueResponse(_message.Message):
     SKIPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueEntry]:
-        """a tier's side by side, at most 1,000 of each"""
+        """a page; a tier's side by side"""
 
     @_builtins.property
-    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSkips]: ...
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSkips]:
+        """in the last message"""
+
     def __init__(
         self,
         *,

@@ -49,7 +49,7 @@ class AdminStub:
                 request_serializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueResponse.FromString,
                 _registered_method=True)
-        self.ListQueue = channel.unary_unary(
+        self.ListQueue = channel.unary_stream(
                 '/forebay.v1.Admin/ListQueue',
                 request_serializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueRequest.SerializeToString,
                 response_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueResponse.FromString,
@@ -128,7 +128,7 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_admin__pb2.SetQueueResponse.SerializeToString,
             ),
-            'ListQueue': grpc.unary_unary_rpc_method_handler(
+            'ListQueue': grpc.unary_stream_rpc_method_handler(
                     servicer.ListQueue,
                     request_deserializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueRequest.FromString,
                     response_serializer=forebay__wire_dot_v1_dot_admin__pb2.ListQueueResponse.SerializeToString,
@@ -246,7 +246,7 @@ class Admin:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/forebay.v1.Admin/ListQueue',

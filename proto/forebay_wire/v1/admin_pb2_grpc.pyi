@@ -36,7 +36,7 @@ class AdminStub:
     """The effective configuration, as TOML, secrets left out."""
     SetQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetQueueRequest, _admin_pb2.SetQueueResponse]
     """Holds or releases the drain, for all tiers or one."""
-    ListQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]
+    ListQueue: _grpc.UnaryStreamMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]
     """What waits for the tiers, by checkpoint."""
     ChangeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeQueueRequest, _admin_pb2.ChangeQueueResponse]
     """Acts on checkpoints in the queues, on every tier: all of them are done, or none."""
@@ -51,7 +51,7 @@ class AdminAsyncStub(AdminStub):
     """The effective configuration, as TOML, secrets left out."""
     SetQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetQueueRequest, _admin_pb2.SetQueueResponse]  # type: ignore[assignment]
     """Holds or releases the drain, for all tiers or one."""
-    ListQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]  # type: ignore[assignment]
+    ListQueue: _aio.UnaryStreamMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]  # type: ignore[assignment]
     """What waits for the tiers, by checkpoint."""
     ChangeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeQueueRequest, _admin_pb2.ChangeQueueResponse]  # type: ignore[assignment]
     """Acts on checkpoints in the queues, on every tier: all of them are done, or none."""
@@ -87,7 +87,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_pb2.ListQueueRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ListQueueResponse, _abc.Awaitable[_admin_pb2.ListQueueResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ListQueueResponse], _abc.AsyncIterator[_admin_pb2.ListQueueResponse]]:
         """What waits for the tiers, by checkpoint."""
 
     @_abc_1.abstractmethod

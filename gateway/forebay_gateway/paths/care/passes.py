@@ -42,16 +42,25 @@ class ScrubState(msgspec.Struct, kw_only=True):
 
 
 class Pass(ABC):
-    """One worker. `name` is for people, `setting` is under which name the catalog keeps the state; rate in bytes a second."""
+    """One worker. `name` is for people, `setting` is under which name the catalog keeps the state."""
 
-    def __init__(self, node: Node, name: str, setting: str, rate: int, every_s: float, rate_key: str) -> None:
+    def __init__(self, node: Node, name: str, setting: str, rate_key: str) -> None:
         self._node = node
         self._name, self._setting, self._rate_key = name, setting, rate_key
-        self.rate, self.every_s = rate, every_s
         self._saved_s = float("-inf")
         self._wake: Callable[[], None] = lambda: None
         with node.catalog.read() as txn:
             self.state = decode_state(txn.setting(setting))
+
+    @property
+    @abstractmethod
+    def rate(self) -> int:
+        """Bytes a second, as configured now; 0 is off."""
+
+    @property
+    @abstractmethod
+    def every_s(self) -> float:
+        """Pause between passes in seconds, as configured now; 0: none begins by itself."""
 
     @property
     def next_in_s(self) -> float | None:
@@ -100,8 +109,10 @@ class Pass(ABC):
             self._begin()
         if (wait_s := self._wait_s()) is not None:
             return wait_s
+        if not (rate := self.rate):  # switched off under way: the cursor stays
+            return LOOK_S
         began_s = self._node.clock.monotonic()
-        size, more = await self._work(int(self.rate * STEP_S))
+        size, more = await self._work(int(rate * STEP_S))
         if not self.state.running:  # stopped meanwhile, which has saved
             return LOOK_S
         if not more:
@@ -109,7 +120,7 @@ class Pass(ABC):
             return None
         if self._node.clock.monotonic() - self._saved_s >= SAVE_S:
             await self._save()
-        return max(0.05, size / self.rate - (self._node.clock.monotonic() - began_s))
+        return max(0.05, size / rate - (self._node.clock.monotonic() - began_s))
 
     def _begin(self) -> None:
         done = self.state

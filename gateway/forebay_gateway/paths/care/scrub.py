@@ -34,11 +34,18 @@ class Scrubber(Pass):
     """One worker."""
 
     def __init__(self, node: Node, reads: ReadPath, evictor: Evictor) -> None:
-        cache = node.config.cache
-        super().__init__(node, "the scrub of the cache", SETTING, cache.scrub_rate, cache.scrub_every, "cache.scrub_rate")
+        super().__init__(node, "the scrub of the cache", SETTING, "cache.scrub_rate")
         self._reads, self._evictor = reads, evictor
         self._chunk = 0  # within the shard behind the cursor
         self._published: dict[tuple[str, int], bool] = {}  # (tier, session): whether the manifest stands there
+
+    @property
+    def rate(self) -> int:
+        return self._node.config.cache.scrub_rate
+
+    @property
+    def every_s(self) -> float:
+        return self._node.config.cache.scrub_every
 
     def _reset(self) -> None:
         self._chunk = 0

@@ -10,7 +10,7 @@ pause after it keeps to the rate.
 import logging
 
 from forebay_gateway.catalog import ReadTxn
-from forebay_gateway.core.config_sections import DAY_S, TierConfig
+from forebay_gateway.core.config_sections import DAY_S
 from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
@@ -36,11 +36,18 @@ _Batch = list[tuple[SessionRow, ShardRow, ShardItem]]
 class TierScrubber(Pass):
     """One worker for each tier."""
 
-    def __init__(self, node: Node, reads: ReadPath, tier: MonitoredTier, config: TierConfig) -> None:
-        every_s = EVERY_S.get(config.kind, EVERY_S_ELSE) if config.scrub_every is None else config.scrub_every
-        name = f"the scrub of tier {tier.name}"
-        super().__init__(node, name, f"scrub:{tier.name}", config.scrub_rate, every_s, "the tier's scrub_rate")
+    def __init__(self, node: Node, reads: ReadPath, tier: MonitoredTier) -> None:
+        super().__init__(node, f"the scrub of tier {tier.name}", f"scrub:{tier.name}", "the tier's scrub_rate")
         self._reads, self._tier = reads, tier
+
+    @property
+    def rate(self) -> int:
+        return self._node.tier_config(self._tier.name).scrub_rate
+
+    @property
+    def every_s(self) -> float:
+        config = self._node.tier_config(self._tier.name)
+        return EVERY_S.get(config.kind, EVERY_S_ELSE) if config.scrub_every is None else config.scrub_every
 
     def _reset(self) -> None:
         """Nothing but the cursor."""

@@ -19,6 +19,7 @@ from stat import S_ISREG
 from forebay_gateway.base import failpoints
 from forebay_wire.checksums import crc32c
 
+READ_PIECE_BYTES = 4 << 20  # of what is read where nobody says in which pieces
 ALIGN_BYTES = 4096  # of memory, offset and length; covers logical block sizes of 512 and 4096
 
 

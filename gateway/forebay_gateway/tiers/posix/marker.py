@@ -5,6 +5,8 @@ Owns making, finding and comparing it. Blocking: runs in the tier's threads.
 
 import contextlib
 import json
+import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from forebay_gateway.base import durable
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.core.layout import CONTROL_DIR
 
+log = logging.getLogger("forebay.posix")
+
+MADE = "directory_made"  # by the gateway: nobody had mounted anything there, nor made it for the tier
 _NAME = "tier.json"
 # What a fresh file system, or another gateway in the middle of the same act, may have put there.
 _EMPTY_ENOUGH = frozenset({CONTROL_DIR, "lost+found", ".snapshot"})
@@ -61,9 +66,11 @@ class Marker:
         return str(body.get("id", "")) if isinstance(body, dict) else ""
 
     def _make(self) -> None:
+        made = False
         if not self._root.exists() and self._root.parent.is_dir():
             with contextlib.suppress(FileExistsError):
                 self._root.mkdir()
+                made = True
             durable.sync_dir(self._root.parent)
         if not self._root.is_dir():
             raise Unavailable("the tier's directory is not there", tier=self._tier, path=self._root)
@@ -77,6 +84,16 @@ class Marker:
                 example=min(others),
             )
         durable.make_dirs(self._path.parent, self._root)
-        body = json.dumps({"format": "forebay.tier", "version": 1, "id": secrets.token_hex(8)}).encode()
+        body = json.dumps({"format": "forebay.tier", "version": 1, "id": secrets.token_hex(8), MADE: made}).encode()
+        if made:
+            device = self._root.stat().st_dev
+            log.warning(
+                "the tier's directory was not there, and was made: if a file system belongs at this path, stop, remove the "
+                "directory and mount it tier=%s path=%s device=%s:%s",
+                self._tier,
+                self._root,
+                os.major(device),
+                os.minor(device),
+            )
         with contextlib.suppress(FileExistsError):  # another gateway was faster; its marker is as good
             durable.create_file(self._path, body, f"{self._temp_tag}{secrets.token_hex(8)}")

@@ -1,143 +1,44 @@
 """A directory of a (parallel) file system as a tier: plain files under their own names.
 
 Owns the order of acts that makes a file count: temporary name beside the target, write, fsync, close, read back and check every
-chunk, rename, fsync of the directory. Does not own descriptors and buffers (files.py), the lock of a document (lock.py),
-nor what an errno means (errors.py).
+chunk, rename, fsync of the directory. Does not own documents (documents.py), threads and errors (acts.py), descriptors and
+buffers (files.py), nor the lock of a document (lock.py).
 
-`.forebay/tier.json` marks the root. Without it the root is away (not mounted, or removed), never empty: an absent file is
-NotFound only beside its marker, and nothing is written below a root that lacks it. Only probe() makes the marker, and only in
-an empty or new directory.
-
-All file work runs in the tier's own threads, so a hung mount costs threads and gives Unavailable; the event loop never blocks.
+`.forebay/tier.json` marks the root (acts.py). Only probe() makes the marker, and only in an empty or new directory.
 """
 
 import asyncio
 import contextlib
 import errno
-import functools
 import itertools
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
-
-import aiofiles
-import aiofiles.os
 
 from forebay_gateway.base import durable, failpoints
-from forebay_gateway.base.clock import Clock, SystemClock
-from forebay_gateway.core.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source, Tier
-from forebay_gateway.tiers.keys import check_key, directory_of
-from forebay_gateway.tiers.posix.errors import translate
-from forebay_gateway.tiers.posix.files import Buffers, OpenFile
-from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, HeldLock, clear_left, is_over, lock_path, try_lock
-from forebay_gateway.tiers.posix.marker import Marker
+from forebay_gateway.core.errors import Corrupt, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source
+from forebay_gateway.tiers.keys import directory_of
+from forebay_gateway.tiers.posix.acts import info_of
+from forebay_gateway.tiers.posix.documents import Documents
+from forebay_gateway.tiers.posix.files import READ_PIECE_BYTES, Buffers, OpenFile
+from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, is_over
 from forebay_gateway.tiers.posix.probe import probe
 from forebay_gateway.tiers.readback import check_chunk, check_size
 from forebay_gateway.tiers.window import Window
-from forebay_wire.checksums import crc32c
 
 _PLAIN = PutOptions()
 
-T = TypeVar("T")
-
 # Two direct writes of 4 MiB in flight reach what the device gives (DESIGN section 5); a third chunk is read meanwhile.
 _WRITES = 2
-_READ_PIECE_BYTES = 4 << 20
-_CANCEL_GRACE_S = 2.0
 _LAST_LOCKS_MAX = 4  # a manifest has one, and while it is taken over a claim to it
 _HIDDEN_PREFIX = ".forebay-"  # what names of temporary files and of locks begin with
 
 
-class PosixTier(Tier):
-    """`path` is the root. `known_id` is the id of its marker where a probe elsewhere has seen it: another one is then away."""
-
-    kind: ClassVar[str] = "posix"
-
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        *,
-        concurrency: int = 4,
-        clock: Clock | None = None,
-        known_id: str | None = None,
-        direct: bool = True,
-        metadata_timeout_s: float = 30.0,
-        data_timeout_s: float = 120.0,
-        lock_ttl_s: float = 60.0,
-        owner: str = "",
-    ) -> None:
-        super().__init__(name)
-        self.root = path
-        # Half-written documents bear the node's name, so that its next process knows them ("@" is in no node id).
-        self.temp_tag = f"{owner}@" if owner else ""
-        self._temps: set[str] = set()  # of these, those that are being written now
-        self.marker = Marker(name, path, known_id, self.temp_tag)
-        self.direct = direct
-        self._clock = clock or SystemClock()
-        self._metadata_timeout_s = metadata_timeout_s
-        self._data_timeout_s = data_timeout_s
-        self._lock_ttl_s = lock_ttl_s
-        self._owner = f"{os.uname().nodename}:{os.getpid()}"
-        self._pool = ThreadPoolExecutor(max_workers=2 + 2 * concurrency, thread_name_prefix=f"tier-{name}")
-
-    # How a blocking act runs
-
-    def _path(self, key: str) -> Path:
-        return self.root / check_key(key)
-
-    async def _bounded(self, act: str, key: str, work: Awaitable[T], timeout_s: float | None = None) -> T:
-        """The result of `work`, or Unavailable after the timeout; the thread in it is then left to itself."""
-        limit_s = self._metadata_timeout_s if timeout_s is None else timeout_s
-        future = asyncio.ensure_future(work)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
-        try:
-            done, _ = await asyncio.wait({future}, timeout=limit_s)
-        except asyncio.CancelledError:
-            # Whoever cleans up now should not meet the thread at work.
-            await asyncio.wait({future}, timeout=_CANCEL_GRACE_S)
-            raise
-        if not done:
-            raise Unavailable("the file system does not answer", tier=self.name, key=key, act=act, timeout_s=limit_s)
-        return future.result()
-
-    def _thread(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
-
-    async def _run(self, act: str, key: str, function: Callable[..., T], *args: object, timeout_s: float | None = None) -> T:
-        return await self._guard(act, key, lambda: self._thread(function, *args), timeout_s)
-
-    async def _guard(self, act: str, key: str, work: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
-        """The result of `work` with errors of the operating system translated. ENOENT counts when it comes twice, the second
-        time after the directory was looked at afresh, with the marker there: clients of network file systems cache absence."""
-        try:
-            try:
-                return await self._bounded(act, key, work(), timeout_s)
-            except FileNotFoundError:
-                await self._bounded(act, key, self._thread(self._look_afresh, key))
-            try:
-                return await self._bounded(act, key, work(), timeout_s)
-            except FileNotFoundError as error:
-                await self._bounded(act, key, self._thread(self._check_root))
-                raise NotFound("no such file", tier=self.name, key=key) from error
-        except OSError as error:  # also of the looks at the root
-            raise translate(error, self.name, key, act) from error
-
-    def _check_root(self) -> None:
-        if self.marker.id is None and self.capabilities is not None:  # probed by another process
-            self.marker.id = self.capabilities.notes.get("marker")
-        self.marker.check()
-
-    def _look_afresh(self, key: str) -> None:
-        self._check_root()
-        directory = (self.root / key).parent
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+class PosixTier(Documents):
+    """The whole of it; its arguments are those of Acts."""
 
     # Probe
 
@@ -181,17 +82,6 @@ class PosixTier(Tier):
 
     def _open_temp(self, file: OpenFile) -> None:
         self._in_directory(file.path.parent, file.open)
-
-    def _in_directory(self, directory: Path, act: Callable[[], T]) -> T:
-        """`act` with `directory` made. Someone's delete may prune it in between, so this tries a few times."""
-        for _ in range(8):
-            self._check_root()
-            try:
-                durable.make_dirs(directory, self.root)
-                return act()
-            except FileNotFoundError:
-                continue
-        raise OSError(errno.EAGAIN, "the directory is removed again and again", str(directory))
 
     async def _copy(self, file: OpenFile, key: str, source: Source, options: PutOptions) -> None:
         buffers = Buffers(source.chunk_size)
@@ -239,10 +129,10 @@ class PosixTier(Tier):
         os.replace(temp, path)
         failpoints.hit("posix.before_dir_fsync")
         durable.sync_dir(path.parent)
-        return _info(key, path.stat())
+        return info_of(key, path.stat())
 
     async def verify(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
-        return _info(key, await self._read_back(self._path(key), key, source, options))
+        return info_of(key, await self._read_back(self._path(key), key, source, options))
 
     async def read(self, key: str, offset: int, length: int) -> AsyncIterator[bytes]:
         file = OpenFile(self._path(key), os.O_RDONLY, direct=False)
@@ -255,7 +145,7 @@ class PosixTier(Tier):
             while offset < end or ahead is not None:
                 following = None
                 if offset < end:
-                    size = min(_READ_PIECE_BYTES, end - offset)
+                    size = min(READ_PIECE_BYTES, end - offset)
                     following = asyncio.create_task(self._read_piece(file, key, offset, size))
                     offset += size
                 piece, ahead = ahead, following
@@ -273,145 +163,14 @@ class PosixTier(Tier):
             raise Corrupt("the file ended while it was read", tier=self.name, key=key, offset=offset + len(data))
         return data
 
-    async def _close(self, file: OpenFile) -> None:
-        """Let go of a descriptor whose close can report nothing of use."""
-        with contextlib.suppress(OSError, Unavailable):
-            await self._bounded("close", "", self._thread(file.close))
-
     async def _discard(self, temp: Path) -> None:
         with contextlib.suppress(OSError, Unavailable):
             await self._bounded("unlink", temp.name, self._thread(self._remove, temp))
 
-    # Documents
-
-    async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
-        path = self._path(key)
-        if if_match is not None:
-            return await self._replace_matching(key, path, data, if_match)
-        return await self._run("create" if if_absent else "replace", key, self._put_document, key, path, data, if_absent)
-
-    def _put_document(self, key: str, path: Path, data: bytes, if_absent: bool) -> ObjectInfo:
-        with self._temp() as tag:
-            return self._put_temp(key, path, data, if_absent, tag)
-
-    def _put_temp(self, key: str, path: Path, data: bytes, if_absent: bool, tag: str) -> ObjectInfo:
-        temp = self._in_directory(path.parent, lambda: self._written(path.parent, data, tag))
-        try:
-            info = _info(key, temp.stat())
-            if not if_absent:
-                os.replace(temp, path)
-            else:
-                failpoints.hit("posix.before_link")
-                os.link(temp, path)
-        except FileExistsError as error:
-            raise AlreadyExists("the file is already there", tier=self.name, key=key) from error
-        finally:
-            temp.unlink(missing_ok=True)
-        failpoints.hit("posix.document_placed")
-        durable.sync_dir(path.parent)
-        return info
-
-    @contextlib.contextmanager
-    def _temp(self) -> Iterator[str]:
-        """The tag of a temporary document's name, which is not swept meanwhile."""
-        tag = f"{self.temp_tag}{secrets.token_hex(8)}"
-        self._temps.add(tag)
-        try:
-            yield tag
-        finally:
-            self._temps.discard(tag)
-
-    def _written(self, directory: Path, data: bytes, tag: str) -> Path:
-        """A temporary file that is durable and was read back from the disk."""
-        temp = durable.write_temp(directory, data, tag)
-        file = OpenFile(temp, os.O_RDONLY, self.direct)
-        try:
-            file.open()
-            if not file.direct:
-                file.drop_cache()
-            buffers = Buffers(min(len(data), _READ_PIECE_BYTES))
-            view = memoryview(data)
-            for at in range(0, len(data), _READ_PIECE_BYTES):
-                part = view[at : at + _READ_PIECE_BYTES]
-                if file.chunk_crc(at, len(part), buffers) != crc32c(part):
-                    raise Corrupt("a document read back differs from what was written", tier=self.name, offset=at)
-        except BaseException:
-            temp.unlink(missing_ok=True)
-            raise
-        finally:
-            file.close()
-        return temp
-
-    async def _replace_matching(self, key: str, path: Path, data: bytes, tag: str) -> ObjectInfo:
-        try:
-            with self._temp() as mine:
-                lock = await self._lock(key, path, mine)
-                try:
-                    return await self._run("replace", key, self._replace_locked, key, path, data, tag, lock)
-                finally:
-                    with contextlib.suppress(OSError, Unavailable):  # then it ages, and is taken over
-                        await self._bounded("unlock", key, self._thread(lock.release, self._clock))
-        except NotFound as error:
-            raise AlreadyExists("the file has another version: it is gone", tier=self.name, key=key) from error
-
-    async def _lock(self, key: str, path: Path, mine: str) -> HeldLock:
-        end_s = self._clock.monotonic() + 2 * self._lock_ttl_s
-        while True:
-            lock = await self._run("lock", key, try_lock, path, self._owner, self._lock_ttl_s, self._clock, mine, self._is_left)
-            if lock is not None:
-                return lock
-            if self._clock.monotonic() > end_s:
-                raise Unavailable("another node holds the file's lock", retry_after_s=1.0, tier=self.name, key=key)
-            await self._clock.sleep(0.01 + secrets.randbelow(40) / 1000)
-
-    async def drop_lock(self, key: str) -> None:
-        """Take away the lock of a document that only this node replaces: a process of it that was killed held it."""
-        with contextlib.suppress(NotFound):
-            await self._run("unlock", key, lambda: lock_path(self._path(key)).unlink(missing_ok=True))
-
-    def _replace_locked(self, key: str, path: Path, data: bytes, tag: str, lock: HeldLock) -> ObjectInfo:
-        file = OpenFile(path, os.O_RDONLY, direct=False)
-        try:
-            if _tag(file.open_existing()) != tag:
-                raise AlreadyExists("the file has another version", tier=self.name, key=key)
-        finally:
-            file.close()
-        with self._temp() as tag:
-            return self._replace_temp(key, path, self._written(path.parent, data, tag), lock)
-
-    def _replace_temp(self, key: str, path: Path, temp: Path, lock: HeldLock) -> ObjectInfo:
-        try:
-            info = _info(key, temp.stat())
-            if not lock.is_safe(self._clock):
-                raise Unavailable("the file's lock ran out before the write was done", tier=self.name, key=key)
-            os.replace(temp, path)
-        finally:
-            temp.unlink(missing_ok=True)
-        failpoints.hit("posix.document_replaced")
-        durable.sync_dir(path.parent)
-        return info
-
-    async def get_small(self, key: str, limit_bytes: int = 256 << 20) -> tuple[bytes, ObjectInfo]:
-        path = self._path(key)
-        data, stat = await self._guard("read", key, lambda: self._document(path, limit_bytes))
-        if len(data) > limit_bytes:
-            raise InvalidArgument("the document is larger than asked for", tier=self.name, key=key, limit_bytes=limit_bytes)
-        if len(data) < stat.st_size:
-            raise Unavailable("the file system read less than is there", tier=self.name, key=key, got=len(data))
-        return data, _info(key, stat)
-
-    async def _document(self, path: Path, limit_bytes: int) -> tuple[bytes, os.stat_result]:
-        try:
-            async with aiofiles.open(path, "rb", executor=self._pool) as file:
-                stat = await aiofiles.os.stat(file.fileno(), executor=self._pool)
-                return await file.read(limit_bytes + 1), stat
-        except (IsADirectoryError, NotADirectoryError) as error:
-            raise FileNotFoundError(errno.ENOENT, "no regular file", str(path)) from error
-
     # Names
 
     async def head(self, key: str) -> ObjectInfo:
-        return _info(key, await self._run("stat", key, self._stat_file, self._path(key)))
+        return info_of(key, await self._run("stat", key, self._stat_file, self._path(key)))
 
     def _stat_file(self, path: Path) -> os.stat_result:
         # Opened, since network file systems look at a file afresh when it is opened, not when it is asked for by name.
@@ -471,24 +230,8 @@ class PosixTier(Tier):
                 elif not entry.is_symlink():
                     with contextlib.suppress(FileNotFoundError):  # deleted while we look
                         key = f"{directory}/{entry.name}" if directory else entry.name
-                        objects.append(_info(key, entry.stat()))
+                        objects.append(info_of(key, entry.stat()))
         return Listing(tuple(sorted(objects, key=lambda info: info.key)), tuple(sorted(directories)))
-
-    async def point(self, key: str, target: str) -> None:
-        if self.capabilities is not None and not self.capabilities.links:
-            return
-        await self._run("link", key, self._point, self._path(key), target)
-
-    def _point(self, path: Path, target: str) -> None:
-        with self._temp() as tag:
-            temp = path.parent / f"{durable.TEMP_PREFIX}{tag}"
-            self._in_directory(path.parent, lambda: temp.symlink_to(target))
-            try:
-                os.replace(temp, path)
-            finally:
-                temp.unlink(missing_ok=True)
-        failpoints.hit("posix.pointed")
-        durable.sync_dir(path.parent)
 
     async def settle(self, key: str) -> None:
         await self._run("fsync", key, durable.sync_dir, self._path(key).parent)
@@ -503,14 +246,6 @@ class PosixTier(Tier):
             return
         with contextlib.suppress(NotFound):
             await self._run("delete", key, self._remove, path)
-
-    def _clear_lock(self, path: Path) -> bool:
-        with self._temp() as tag:
-            return clear_left(path, self._owner, self._lock_ttl_s, self._clock, tag, self._is_left)
-
-    def _is_left(self, tag: str) -> bool:
-        """Whether an earlier process of this node wrote it: what this one writes is in `_temps`."""
-        return bool(self.temp_tag) and tag.startswith(self.temp_tag) and tag not in self._temps
 
     async def leftovers(self, prefix: str) -> tuple[Leftover, ...]:
         return await self._run("list", prefix, self._find_leftovers, directory_of(prefix))
@@ -545,22 +280,9 @@ class PosixTier(Tier):
             elif self._is_left(name.removeprefix(durable.TEMP_PREFIX)):
                 (directory / name).unlink(missing_ok=True)
 
-    async def close(self) -> None:
-        """Threads end when their last act does; one that hangs in a mount is not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
 
 def _entries(directory: Path) -> "os._ScandirIterator[str]":
     try:
         return os.scandir(directory)
     except NotADirectoryError as error:
         raise FileNotFoundError(errno.ENOENT, "no directory", str(directory)) from error
-
-
-def _tag(stat: os.stat_result) -> str:
-    # Every version is a new inode, made while the one it replaces is still there.
-    return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}-{stat.st_size:x}"
-
-
-def _info(key: str, stat: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, stat.st_size, _tag(stat), modified_s=stat.st_mtime)
