@@ -21,7 +21,7 @@ from forebay.cancel import Cancelled, Scope
 from forebay.errors import ForebayError, InvalidArgument
 from forebay.types import Shard
 from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
-from forebay_wire.names import InvalidName, check_shard_name, file_and_directory
+from forebay_wire.names import InvalidName, check_shard_name, file_and_directory, is_commit_last
 
 STREAMS = 4
 # Reserved by the naming rule: no shard can have such a name.
@@ -81,10 +81,14 @@ def _regular_size(path: Path, real_root: Path) -> int:
 
 
 def put_files(writer: CheckpointWriter, files: dict[str, tuple[Path, int]], streams: int, on_bytes: OnBytes) -> None:
-    """Put all files: small ones together, large ones `streams` at a time. Raises the first failure."""
+    """Put all files: small ones together, large ones `streams` at a time, and last of all what stands for a whole checkpoint.
+    Raises the first failure."""
     small: dict[str, Path] = {}
+    last = [(name, path) for name, (path, _) in files.items() if is_commit_last(name)]
     large: list[tuple[str, Path]] = []
     for name, (path, size) in files.items():
+        if is_commit_last(name):
+            continue
         if size <= SMALL_BYTES_MAX:
             small[name] = path
         else:
@@ -92,6 +96,8 @@ def put_files(writer: CheckpointWriter, files: dict[str, tuple[Path, int]], stre
     if small:
         writer.put_many(small, on_bytes=on_bytes)
     in_parallel(lambda item: writer.put(*item, on_bytes=on_bytes), large, streams)
+    for name, path in last:
+        writer.put(name, path, on_bytes=on_bytes)
 
 
 def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams: int) -> None:

@@ -8,6 +8,7 @@ from struct import Struct
 SECRET_BYTES = 32  # a ticket, a token
 REPLY = Struct(">H")  # bytes of the ErrorDetail that follows; 0: none, and the descriptor came with it
 SIGN_OF_LIFE = b"."
+WRITE_FAILED = b"!"  # a sign of life too, to gateways that do not know it: the disk has refused a write, not for want of space
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path is 108 bytes with its final NUL; unix(7)
 
 _SUFFIX = ".sock"

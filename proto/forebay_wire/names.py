@@ -1,6 +1,7 @@
 """Which runs, shard names and sessions are allowed, and how a session is shortened in a path.
 
-Owns validation at the door, for client and gateway alike. Does not own paths on a tier (core/layout in the gateway).
+Owns validation at the door, for client and gateway alike, and which names stand for a whole checkpoint. Does not own paths on a
+tier (core/layout in the gateway).
 """
 
 import hashlib
@@ -11,6 +12,7 @@ MAX_SEGMENT_BYTES = 255
 MAX_NAME_BYTES = 1024
 MAX_STEP = 2**64 - 1
 RESERVED_PREFIX = ".forebay"
+COMMIT_LAST_NAMES = frozenset({".metadata"})  # DCP's reader takes this file for the sign that the checkpoint is whole
 
 
 class InvalidName(ValueError):
@@ -47,6 +49,11 @@ def _check_path(kind: str, name: str) -> None:
             raise InvalidName(f"{kind} {_quoted(name)} has a segment longer than {MAX_SEGMENT_BYTES} bytes")
         if segment.startswith(RESERVED_PREFIX):
             raise InvalidName(f"{kind} {_quoted(name)} has a segment beginning with {RESERVED_PREFIX!r}, which is reserved")
+
+
+def is_commit_last(name: str) -> bool:
+    """Whether a shard is put on a tier only after all others of its checkpoint are verified there."""
+    return name.rpartition("/")[2] in COMMIT_LAST_NAMES
 
 
 def check_run(run: str) -> str:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay import address, convert
+from forebay.directories import put_files, walk
 from forebay.errors import CacheFull, from_rpc
 from forebay.retry import Attempts, RetryPolicy
 from forebay.session import default_session
@@ -306,3 +307,21 @@ def test_what_was_waited_in_the_gateway_counts_and_its_queue_is_joined_again_at_
     with pytest.raises(CacheFull, match=r"waited_s=60\.0 attempts=2"):
         attempts.pause(full)
     assert attempts.admit_left_s == 0.0
+
+
+def test_what_stands_for_a_whole_checkpoint_is_put_last(tmp_path: Path) -> None:
+    """Its name sorts first, and past a failing cache it goes to the tier at once."""
+    put: list[str] = []
+
+    class Writer:
+        def put(self, name: str, path: Path, on_bytes: object) -> None:
+            put.append(name)
+
+        def put_many(self, small: dict[str, Path], on_bytes: object) -> None:
+            put.extend(small)
+
+    (tmp_path / "sub").mkdir()
+    for name, size in ((".metadata", 10), ("a", 10), ("large", 3 << 20), ("sub/.metadata", 2 << 20)):
+        (tmp_path / name).write_bytes(bytes(size))
+    put_files(Writer(), walk(tmp_path), 2, lambda size: None)  # type: ignore[arg-type]
+    assert put[:2] == ["a", "large"] and sorted(put[2:]) == [".metadata", "sub/.metadata"]

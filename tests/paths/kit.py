@@ -36,10 +36,12 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def client_of(gateway: Gateway, admit_timeout: float = 60.0) -> AsyncIterator[forebay.AsyncClient]:
+async def client_of(
+    gateway: Gateway, admit_timeout: float = 60.0, retry_timeout: float = 5.0
+) -> AsyncIterator[forebay.AsyncClient]:
     """A client of it."""
     address = gateway.node.config.node.listen[0]
-    async with forebay.AsyncClient(address, admit_timeout=admit_timeout, retry_timeout=5.0, progress=False) as client:
+    async with forebay.AsyncClient(address, admit_timeout=admit_timeout, retry_timeout=retry_timeout, progress=False) as client:
         yield client
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from forebay_gateway.core.errors import Incomplete, NotFound
+from forebay_gateway.paths import announce
 from forebay_gateway.paths.joint import LAG_S
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.wait import level_progress
@@ -256,10 +257,23 @@ async def test_what_a_follower_without_the_rule_has_brought_out_goes_again(tmp_p
         assert not [key for key in all_nodes.store.objects if "step-000000000002/" in key]
 
 
-@pytest.mark.expected_logs("no node has decided")
 async def test_a_follower_with_a_rule_that_who_decides_does_not_have(tmp_path: Path) -> None:
+    """It would wait for a word that nobody is to say, but for what the other has announced of its rules."""
     async with job(tmp_path, "", others=SKIPS) as all_nodes:
         await all_nodes.save(1)
+        await all_nodes.turns()
+        assert_whole(all_nodes, {1}, set())
+
+
+@pytest.mark.expected_logs("no node has decided")
+async def test_who_does_not_say_its_rules_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a node of an older release."""
+    async with job(tmp_path, "", others=SKIPS) as all_nodes:
+        monkeypatch.setattr(announce, "rules_of", lambda *given: None)
+        monkeypatch.setattr(announce, "may_leave_out", lambda rules: "?")
+        await all_nodes.save(1)
+        await all_nodes.turns()
+        assert all_nodes.where(1) == [["pending"]] * 2
         await all_nodes.turns(80, 60.0)
         assert_whole(all_nodes, {1}, set())
 

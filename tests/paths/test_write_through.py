@@ -3,9 +3,9 @@
 Here the disk fails for the gateway's own process, by what its cache raises; tests/crash kills it in the middle.
 """
 
+import asyncio
 import contextlib
-import errno
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -13,12 +13,11 @@ import pytest
 
 import forebay
 from forebay import AlreadyExists, Unavailable, Unsupported
+from forebay.cli import doctor
 from forebay_gateway.base import failpoints
-from forebay_gateway.build import Gateway
-from forebay_gateway.cache.incoming import IncomingFile
-from forebay_gateway.cache.layout import CacheDir
-from forebay_gateway.core.errors import Corrupt, DiskFailed, PermissionDenied
+from forebay_gateway.core.errors import Corrupt, PermissionDenied
 from forebay_gateway.core.layout import shard_key
+from forebay_gateway.doctor.run import Told, through_check
 from forebay_gateway.paths import through
 from forebay_gateway.paths.wholeness import past_the_cache
 from forebay_gateway.tiers.posix.tier import PosixTier
@@ -26,24 +25,7 @@ from forebay_wire import frames
 from forebay_wire.checksums import crc32c
 from forebay_wire.v1 import gateway_pb2 as pb
 from paths.kit import client_of, serving, tier, until
-
-MIB = 1 << 20
-RUN = "team/run"
-
-
-class Disk:
-    """The cache's disk, as a test has it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fails = True
-        create, write_part, try_writing = IncomingFile.create, CacheDir.write_part, CacheDir.try_writing
-        monkeypatch.setattr(IncomingFile, "create", lambda *given: (self.check("create a file"), create(*given))[1])
-        monkeypatch.setattr(CacheDir, "write_part", lambda *given: (self.check("write the part's file"), write_part(*given))[1])
-        monkeypatch.setattr(CacheDir, "try_writing", lambda cache: (self.check("write"), try_writing(cache))[1])
-
-    def check(self, act: str) -> None:
-        if self.fails:
-            raise DiskFailed(f"the cache's disk failed: cannot {act}", errno=errno.errorcode[errno.EIO])
+from paths.through_kit import RUN, SHARDS, SMALL, Disk, check_settled, data, failing, notes, on
 
 
 @pytest.fixture
@@ -56,42 +38,6 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
     for name in ("pfs", "second"):
         (tmp_path / name).mkdir()
     return tmp_path / "pfs", tmp_path / "second"
-
-
-@contextlib.asynccontextmanager
-async def failing(tmp_path: Path, *tiers: str, **options: str) -> AsyncIterator[tuple[Gateway, forebay.AsyncClient]]:
-    """A gateway that knows that its disk fails, and that its tiers are there."""
-    async with serving(tmp_path, *tiers, **options) as gateway, client_of(gateway) as client:
-        await until(lambda: all(each.usable for each in gateway.node.tiers.values()))
-        for _ in range(3):
-            gateway.node.budget.disk.failed("cannot write")
-        yield gateway, client
-
-
-def on(root: Path) -> dict[str, bytes]:
-    """What lies on a tier below the run, temporary files too."""
-    found = (path for path in (root / RUN).rglob("*") if path.is_file() and "current" not in path.parts)
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
-
-
-def data(seed: int, size: int) -> bytes:
-    return bytes((seed + at) % 251 for at in range(size))
-
-
-def notes(gateway: Gateway) -> list[str]:
-    with gateway.node.catalog.read() as txn:
-        return [name for name, _ in txn.settings() if name.startswith(("passing:", "leaving:", "unfiled:"))]
-
-
-def check_settled(gateway: Gateway) -> None:
-    """Nothing is on its way, and the catalog's sums hold."""
-    assert gateway.node.budget.reserved == 0 and not gateway.node.passing and not notes(gateway)
-    with gateway.node.catalog.read() as txn:
-        assert txn.totals() == txn.recount()
-
-
-SHARDS = {"large": data(1, 3 * MIB + 17), "one": data(2, 64 << 10), "empty": b""}
-SMALL = {f"s/{n}": data(n, 40 * n) for n in range(70)}
 
 
 async def save(client: forebay.AsyncClient, step: int) -> forebay.CommitReceipt:
@@ -136,6 +82,9 @@ async def test_a_checkpoint_goes_through_and_reaches_every_tier_once_the_disk_wo
         assert status.pressure.level == "hard" and status.health == "critical"
         assert any(alarm.what.startswith("write-through to pfs: the cache's disk fails") for alarm in status.alarms)
         assert not any("refused" in alarm.what for alarm in status.alarms)
+        told = await asyncio.to_thread(doctor._told, gateway.node.config, Told)
+        assert told is not None and through_check(told).status == "WARN"
+        assert through_check(told).value.startswith("write-through to pfs: the cache's disk fails")
         assert {each.name: each.pending_copies > 0 for each in status.tiers} == {"pfs": False, "second": True}
         async with serving(tmp_path / "b", tier(pfs), node="b") as other, client_of(other) as reader:
             disk.fails = False  # it is the other gateway's too

@@ -3,12 +3,15 @@
 Owns the command and its lines; the measuring is the gateway package's.
 """
 
+import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from forebay.api import Client
 from forebay.cli.app import Json
 from forebay.cli.config import label, load
 from forebay.cli.exits import DONE, FAILED, UsageError, on_interrupt
@@ -44,9 +47,9 @@ def doctor(
     """Measure the cache and every tier of a configuration, and say what is wrong and how often they carry a checkpoint.
 
     Each place is written three times with a checkpoint of --size (by fio where it is installed) and read once. It takes no
-    lock, works with and without a running gateway, and touches its own probe files only, which are removed again, also when
-    it is interrupted. It writes as fast as it can: what else uses the disks is slower meanwhile. Nothing is changed; what to
-    run is shown beside `do:`.
+    lock, works with and without a running gateway (one that runs is asked whether saves go past its cache), and touches its
+    own probe files only, which are removed again, also when it is interrupted. It writes as fast as it can: what else uses
+    the disks is slower meanwhile. Nothing is changed; what to run is shown beside `do:`.
 
     Exit 0 when all is OK or WARN, 1 when something is FAIL, 2 for a size that does not fit (it names the nearest that does).
 
@@ -54,13 +57,14 @@ def doctor(
     why, do, figures. frequency: interval_s, per_hour, bytes_per_s, bounded_by, reason, parts (name, write_bytes_per_s,
     read_bytes_per_s, limit_bytes_per_s, seconds, devices). A figure that could not be had is null.
 
-    Checks and their figures: path; write: bytes_per_s, rounds_bytes_per_s, tool, direct; read: bytes_per_s, direct; fsync:
-    per_s, median_s; metadata: per_s; disk: device, busy_before, busy, write_wait_s; filesystem: type; mount: options;
-    striping: stripes, stripe_bytes, targets, command; space: free_bytes, total_bytes, checkpoints; inodes: free; wear: device,
-    used, written_bytes; apart: shares_with; probe: conditional_create, conditional_replace, links, direct_io, list_after_put,
-    seconds; round_trip: median_s, per_s; conditional_create: create, replace; checksums: put, full_object; list_after_put:
-    listed; clock_skew: seconds; multipart: supported, max_parts, part_bytes, largest_bytes; sample_data: shares_with;
-    dirty_pages: dirty_bytes, background_bytes, flush_s; tcp: sent, retransmitted, ratio; open_files: soft, hard.
+    Checks and their figures: path; write_through: tier; write: bytes_per_s, rounds_bytes_per_s, tool, direct; read:
+    bytes_per_s, direct; fsync: per_s, median_s; metadata: per_s; disk: device, busy_before, busy, write_wait_s; filesystem:
+    type; mount: options; striping: stripes, stripe_bytes, targets, command; space: free_bytes, total_bytes, checkpoints;
+    inodes: free; wear: device, used, written_bytes; apart: shares_with; probe: conditional_create, conditional_replace, links,
+    direct_io, list_after_put, seconds; round_trip: median_s, per_s; conditional_create: create, replace; checksums: put,
+    full_object; list_after_put: listed; clock_skew: seconds; multipart: supported, max_parts, part_bytes, largest_bytes;
+    sample_data: shares_with; dirty_pages: dirty_bytes, background_bytes, flush_s; tcp: sent, retransmitted, ratio;
+    open_files: soft, hard.
     """
     try:
         from forebay_gateway import doctor as gateway
@@ -73,11 +77,21 @@ def doctor(
     read = load(config)
     try:
         with on_interrupt("its probe files are removed"):
-            report = gateway.examine(read, label(config), gateway.Options(size=wanted, nodes=nodes, data=data), _tell)
+            options = gateway.Options(size=wanted, nodes=nodes, data=data, told=_told(read, gateway.Told))
+            report = gateway.examine(read, label(config), options, _tell)
     except gateway.ForebayError as error:
         raise (InvalidArgument if error.kind == "invalid_argument" else ForebayError)(f"doctor: {error}") from error
     print_json(report) if json else _show(report, gateway.sentence(report))
     return FAILED if report.status == "FAIL" else DONE
+
+
+def _told(config: Any, told: Callable[[str, str], Any]) -> Any:
+    """What the running gateway says of its cache; None where none answers."""
+    for address in config.node.listen:
+        with contextlib.suppress(ForebayError), Client(address, 0.0, retry_timeout=0.0, progress=False) as client:
+            pressure = client.pressure()
+            return told(pressure.through, pressure.reason)
+    return None
 
 
 def _show(report: Any, last: str) -> None:

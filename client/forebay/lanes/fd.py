@@ -19,7 +19,7 @@ from forebay import cancel
 from forebay.connection import Connection, Stubs
 from forebay.errors import ForebayError, Unavailable, Unsupported, from_detail
 from forebay.retry import RetryPolicy
-from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SIGN_OF_LIFE, SOCKET_PATH_BYTES_MAX, fd_socket_path
+from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SIGN_OF_LIFE, SOCKET_PATH_BYTES_MAX, WRITE_FAILED, fd_socket_path
 from forebay_wire.v1 import gateway_pb2 as pb
 
 LANES = ("auto", "stream", "fd")
@@ -107,6 +107,11 @@ class Lease:
             pass  # it has plenty unread
         except OSError as error:
             raise self._lost(error) from error
+
+    def write_failed(self) -> None:
+        """Tell the gateway that its disk has refused a write: through its own descriptors it may not have met that yet."""
+        with contextlib.suppress(OSError):  # it is gone, or reads nothing: then it has worse to know
+            self._socket.send(WRITE_FAILED, socket.MSG_DONTWAIT)
 
     def disown(self) -> None:
         """In a forked child: the lease is its parent's, and does not end when this process's copy of the connection goes."""

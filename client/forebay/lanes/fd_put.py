@@ -101,7 +101,7 @@ class FdPut:
                     if (block := pieces.take(bounce)) is None:
                         return False
                     sums.add(block.offset, block.data)
-                    _write_all(descriptor, block, doing)
+                    _write_all(descriptor, block, doing, lease)
                     lease.alive()
                     self._count(block.data.nbytes)
                     return True
@@ -243,8 +243,8 @@ def _padded(offset: int, buffer: memoryview, length: int) -> Block:
     return Block(offset, buffer[:length], buffer[: align(length)])
 
 
-def _write_all(descriptor: int, block: Block, doing: str) -> None:
-    """Whole blocks; a short write goes on from the last whole one."""
+def _write_all(descriptor: int, block: Block, doing: str, lease: Lease) -> None:
+    """Whole blocks; a short write goes on from the last whole one. What the disk refuses the gateway is told."""
     done = 0
     try:
         while done < block.padded.nbytes:
@@ -254,6 +254,8 @@ def _write_all(descriptor: int, block: Block, doing: str) -> None:
                 raise OSError(0, f"only {count} bytes were taken")
             done = done + count if end else (done + count) // BLOCK * BLOCK
     except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            lease.write_failed()
         raise _disk_error(error, doing) from error
 
 

@@ -10,14 +10,6 @@ from functools import lru_cache
 from forebay_gateway.core.config_sections import PolicyConfig
 from forebay_gateway.core.records import Origin, PublishState, SessionRow, SessionSums
 
-# DCP's reader takes this file for the sign that the checkpoint is whole.
-COMMIT_LAST_NAMES = frozenset({".metadata"})
-
-
-def is_commit_last(name: str) -> bool:
-    """Whether a shard is put on a tier only after all others of its checkpoint are verified there."""
-    return name.rpartition("/")[2] in COMMIT_LAST_NAMES
-
 
 def is_whole(session: SessionRow, committed: int) -> bool:
     """Whether every shard of every writer has landed and verified somewhere, where `committed` parts of it are on this node: on

@@ -16,22 +16,15 @@ from types import MappingProxyType
 import msgspec
 
 from forebay_gateway.core.config_sections import RetainConfig
-from forebay_gateway.core.errors import Unsupported
 from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.core.policy import fits
+from forebay_gateway.core.run_documents import Name, read_run_document
 from forebay_wire.manifest import Manifest
 
 RETAIN_DIR = "retain"
 PINS_DIR = "pins"
 GONE_MAX = 1000  # of a run, so that a node that was down for long still learns what went
 FORMAT = "forebay.retain"
-STEP_MAX = 2**64 - 1
-
-
-class _Kind(msgspec.Struct, frozen=True):
-    """What any document of ours says first."""
-
-    format: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -45,12 +38,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     size: int = 0
 
     @property
-    def name(self) -> "Name":
+    def name(self) -> Name:
         """What tells it from others of its run."""
         return self.step, self.session
 
 
-Name = tuple[int, str]  # step, session8
 Groups = tuple[tuple[Entry, ...], ...]  # oldest first; within a group the order is not known
 
 
@@ -72,6 +64,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """All that are complete, or were when their removal was noted, oldest first."""
         return tuple(entry for group in self.groups for entry in group)
 
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """All checkpoints that it names."""
+        return (*(entry.name for entry in (*self.entries, *self.going)), *self.gone)
+
     def has_dropped(self, name: Name) -> bool:
         """Whether retention has taken this checkpoint from the tier, or has begun to."""
         return name in self.gone or any(entry.name == name for entry in self.going)
@@ -82,16 +79,8 @@ def read_ledger(document: bytes, run: str) -> Ledger | None:
 
     Raises Unsupported for one that a newer release has written: its rules are not known here.
     """
-    try:
-        kind = msgspec.json.decode(document, type=_Kind).format
-        if kind != FORMAT and kind.startswith(FORMAT):
-            raise Unsupported("a newer release works on this run's retention; it is left to that", run=run, format=kind)
-        ledger = msgspec.json.decode(document, type=Ledger)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    names = (*(entry.name for entry in (*ledger.entries, *ledger.going)), *ledger.gone)
-    is_ours = (ledger.format, ledger.run) == (FORMAT, run)
-    return ledger if is_ours and all(0 <= step <= STEP_MAX and session.isalnum() for step, session in names) else None
+    newer = "a newer release works on this run's retention; it is left to that"
+    return read_run_document(document, run, Ledger, FORMAT, newer)
 
 
 def run_hash(run: str) -> str:

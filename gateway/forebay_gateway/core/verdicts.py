@@ -8,13 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forebay_gateway.core.errors import Unsupported
+from forebay_gateway.core.run_documents import Name, read_run_document
 
 FORMAT = "forebay.verdicts"
 VERDICTS_MAX = 256  # of a run, the newest: what a node was away for that long, it decides by the same rules (paths/joint.py)
-STEP_MAX = 2**64 - 1
-
-Name = tuple[int, str]  # step, session8
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -43,6 +40,11 @@ class RunVerdicts(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     verdicts: tuple[Verdict, ...] = ()
 
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """Of whom something was said."""
+        return tuple(each.name for each in self.verdicts)
+
     def of(self, name: Name) -> Verdict | None:
         """What was said of this one."""
         return next((verdict for verdict in reversed(self.verdicts) if verdict.name == name), None)
@@ -61,21 +63,9 @@ class RunVerdicts(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
-class _Kind(msgspec.Struct, frozen=True):
-    format: str = ""
-
-
 def read_verdicts(document: bytes, run: str) -> RunVerdicts | None:
     """The document; None for what is none of this run: it is made anew, and then nothing was decided yet.
 
     Raises Unsupported for one that a newer release has written.
     """
-    try:
-        kind = msgspec.json.decode(document, type=_Kind).format
-        if kind != FORMAT and kind.startswith(FORMAT):
-            raise Unsupported("a newer release decides what of this run goes to the tier", run=run, format=kind)
-        found = msgspec.json.decode(document, type=RunVerdicts)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    is_ours = (found.format, found.run) == (FORMAT, run)
-    return found if is_ours and all(0 <= each.step <= STEP_MAX for each in found.verdicts) else None
+    return read_run_document(document, run, RunVerdicts, FORMAT, "a newer release decides what of this run goes to the tier")

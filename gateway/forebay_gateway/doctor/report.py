@@ -14,6 +14,7 @@ NODE = "node"  # where a check belongs to neither the cache nor one tier
 # Each check, and the names of its figures: bytes, bytes a second, seconds, fractions of 1, and counts, as the names say.
 CHECKS: dict[str, tuple[str, ...]] = {
     "path": (),
+    "write_through": ("tier",),
     "write": ("bytes_per_s", "rounds_bytes_per_s", "tool", "direct"),
     "read": ("bytes_per_s", "direct"),
     "fsync": ("per_s", "median_s"),

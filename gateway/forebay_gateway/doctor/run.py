@@ -1,6 +1,6 @@
 """One examination, from top to bottom: look at each place, measure it, look at the node, say how often it carries a checkpoint.
 
-Owns the order. Takes no lock and asks no gateway: it works beside a running one and without one.
+Owns the order. Takes no lock and asks no gateway, which may be told of one: it works beside a running one and without one.
 """
 
 import subprocess
@@ -27,6 +27,15 @@ _TOOL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What the running gateway of the configuration says of its cache: the tier that shards go through to past a disk that
+    fails, empty for none, and why its pressure is what it is."""
+
+    through: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Sizes are bytes. The numbers of small acts are bounded in time as well."""
 
@@ -39,6 +48,7 @@ class Options:
     documents: int = 20
     quiet_s: float = 0.5  # a look at the disk before it is written
     still_s_max: float = 120.0  # without any progress
+    told: Told | None = None  # None: no gateway answers
 
 
 @dataclass(slots=True)
@@ -68,9 +78,23 @@ def examine(config: Config, source: str, options: Options, tell: Callable[[str],
     for place in places:
         tell(f"{place.name}: {place.kind}" + (f" at {place.path}" if place.path is not None else ""))
         measured.append(_measure(place, places, size, options))
+    if options.told is not None:
+        places[0].checks.append(through_check(options.told))
     checks = [check for place in places for check in place.checks]
     checks += _node_checks(places, measured[0], tcp, options)
     return Report(source, size, options.nodes, worst(checks), tuple(checks), highest(_carrying(places, measured), size))
+
+
+def through_check(told: Told) -> Check:
+    """Whether saves go past the cache."""
+    why = "what goes past the cache goes at the tier's pace, and has no second copy on this node"
+    if not told.through:
+        return Check("cache", "write_through", "OK", "shards go into the cache", why)
+    todo = (
+        "see the kernel's log; replace the disk of cache.path once its queue is empty, if it can still be read, and start the "
+        "gateway again: the other tiers get what went through once the cache's disk takes writes"
+    )
+    return Check("cache", "write_through", "WARN", told.reason, why, todo, {"tier": told.through})
 
 
 def _guarded(place: Place, act: Callable[[Watch], object], options: Options) -> None:

@@ -15,6 +15,7 @@ from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.layout import announce_key
 from forebay_gateway.core.records import PartRow, PartState, SessionRow
+from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -91,7 +92,14 @@ class Announcer:
         return waited_s < self._node.config.node.complete_within
 
     async def _announce(self, tier: MonitoredTier, session: SessionRow, part: PartRow) -> None:
-        body = {"node": self._node.id, "writer": part.writer, "shards": part.visible_count, "size": part.visible_size}
+        body: dict[str, object] = {
+            "node": self._node.id,
+            "writer": part.writer,
+            "shards": part.visible_count,
+            "size": part.visible_size,
+        }
+        # By which others know whether its word on what goes where is to be waited for (joint.py).
+        body["leaves_out"] = {name: may_leave_out(rules_of(self._node, name, session.run)) for name in self._node.tiers}
         key = announce_key(session.run, session.step, session.session, part.writer)
         await tier.tier.put_small(key, json.dumps(body, sort_keys=True).encode())
         self._told.add((session.id, part.writer))
@@ -108,9 +116,12 @@ class Announcer:
             if stem.isdigit() and int(stem) in missing:
                 document, _ = await tier.tier.get_small(info.key)
                 try:
-                    found[int(stem)] = str(json.loads(document)["node"])
-                except (ValueError, KeyError, TypeError):
+                    body = json.loads(document)
+                    found[int(stem)] = str(body["node"])
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue
+                if int(stem) == 0 and isinstance(body.get("leaves_out"), dict):  # older releases do not say
+                    self._node.unruled[session.id] = frozenset(name for name, may in body["leaves_out"].items() if may is False)
         if found:
             await self._node.catalog.write(lambda txn: txn.note_parts(session.id, found))
             self._node.changes.tell(session.id)

@@ -142,8 +142,13 @@ class Completion:
     async def _advance(self, session: SessionRow) -> bool:
         """Move one session on; True when it is finished on this tier."""
         session, joint = await self._look_back(session), self._drain.order.joint
-        if session.id in joint.to_clean and not await self._goes_after_all(session):
-            return await self._clear(session)
+        if session.id in joint.to_clean:
+            goes = await self._goes_after_all(session)
+            if goes is None:  # nothing of it is taken away on a doubt
+                self._look_later(session.id)
+                return False
+            if not goes:
+                return await self._clear(session)
         with self._node.catalog.read() as txn:
             parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
             ready = [part for part in parts if self._part_verified(txn, part)]
@@ -170,15 +175,15 @@ class Completion:
             self._look_later(session.id)
         return finished
 
-    async def _goes_after_all(self, session: SessionRow) -> bool:
+    async def _goes_after_all(self, session: SessionRow) -> bool | None:
         """Whether what was left out for all nodes, and is being taken away, is to stay now: asked before its records go, and
-        before all else does."""
+        before all else does. None where nobody can tell."""
         joint = self._drain.order.joint
         since_s = joint.to_clean[session.id]
         if since_s is not None and self._node.clock.monotonic() - since_s < pause_s(self._node):
             return False
-        if await joint.is_left_out(session) and not await is_named(self._tier, session):
-            return False
+        if await joint.is_left_out(session) and not (named := await is_named(self._node, self._tier, session)):
+            return named
         joint.to_clean.pop(session.id, None)
         self._node.changes.tell(session.id)
         return True

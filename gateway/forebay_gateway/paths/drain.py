@@ -18,7 +18,6 @@ from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import ForebayError, PermissionDenied, Unavailable
 from forebay_gateway.core.layout import shard_key
-from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import PartRow, PartState, PendingCopy, SessionRow, ShardKey, ShardRow, UploadRow
 from forebay_gateway.core.schedule import Idle, Next, Skip
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
@@ -30,6 +29,7 @@ from forebay_gateway.paths.order import BATCH_BYTES_MAX, BLOCKED_S, Order
 from forebay_gateway.paths.safety import let_go
 from forebay_gateway.paths.verdicts import Unsaid
 from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_wire.names import is_commit_last
 
 log = logging.getLogger("forebay.drain")
 

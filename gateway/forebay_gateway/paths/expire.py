@@ -24,13 +24,13 @@ from forebay_gateway.core.retention import (
     GONE_MAX,
     Entry,
     Ledger,
-    Name,
     Verdict,
     decide,
     ledger_key,
     rule_of,
     tombstone_key,
 )
+from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.find import noted_runs
 from forebay_gateway.paths.ledgers import SOON_S, TTL_S, Busy, Hold, Ledgers
 from forebay_gateway.paths.node import Node

@@ -13,13 +13,13 @@ from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import DiskFull, ForebayError
-from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.view import CheckpointView, view
 from forebay_gateway.paths.wholeness import missing_parts
 from forebay_gateway.tiers.monitor import TierState
+from forebay_wire.names import is_commit_last
 
 log = logging.getLogger("forebay.health")
 

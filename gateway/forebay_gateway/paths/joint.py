@@ -2,7 +2,8 @@
 
     writer 0's node: goes or is skipped, by the scheduler (order.py) -> its verdict on the tier -> only then its own act
     the others: nothing of it begins to go -> the verdict is there -> they do the same
-    what must go (a pin, a final or preemption save on any node), or has begun to: whoever sees it says that it goes
+    what must go (a pin, a final or preemption save on any node, bytes that went through and lie there alone), or has begun
+    to: whoever sees it says that it goes
 
 The first word counts, and a skip may be taken back (core/verdicts.py). Nobody waits for ever: where writer 0's node says
 nothing for so long that it is taken for lost, any other decides, by the same rules and in the same document.
@@ -23,7 +24,7 @@ from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
 from forebay_gateway.core.schedule import Rules, RunRules
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.skip import Taken, cadence_setting, is_begun, is_outrun, must_go
+from forebay_gateway.paths.skip import Taken, cadence_setting, is_begun, is_only_there, is_outrun, must_go
 from forebay_gateway.paths.verdicts import Unsaid, Verdicts, name_of
 from forebay_gateway.paths.wholeness import complete_at_cache, sessions_of
 from forebay_gateway.tiers.monitor import OF_ONE_OBJECT
@@ -51,7 +52,7 @@ class Claim(Enum):
     """What this node is to say of a session."""
 
     DECIDE = "decide"  # once the scheduler comes to it
-    GOES = "goes"  # it has begun, or an operator put it first
+    GOES = "goes"  # it has begun, an operator put it first, or whose word it were has no rule and asks nobody
     MUST_GO = "must go"  # also where it was left out
 
 
@@ -116,13 +117,14 @@ class Joint:
         if verdict is not None and verdict.goes:
             self._said_s.setdefault(session.id, now_s)
             return Stance.GOES
-        if must_go(row, session) or session.id in self._taken_back:
+        is_alone_there = verdict is not None and is_only_there(txn, session, self._tier, self._node.tier_names)
+        if must_go(row, session) or session.id in self._taken_back or is_alone_there:
             self.claims[session.id] = Claim.MUST_GO
             return Stance.GOES
         if verdict is not None:
             self.to_follow.add(session.id)
             return Stance.AWAITS
-        if row.turn or self._has_begun(txn, session):
+        if row.turn or self._has_begun(txn, session) or self._tier in self._node.unruled.get(session.id, ()):
             self.claims[session.id] = Claim.GOES
             return Stance.GOES
         if session.id in self._freed or _has_writer_0(txn, session):
@@ -325,7 +327,8 @@ class Joint:
             return
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(session.run, session.step)
-            clears = row is not None and not must_go(row, session) and is_outrun(txn, session, self._tier)
+            may = row is not None and not must_go(row, session) and is_outrun(txn, session, self._tier)
+            clears = may and not is_only_there(txn, session, self._tier, self._node.tier_names)
         if clears:
             self.to_clean[session.id] = None
             self._node.changes.tell(session.id)

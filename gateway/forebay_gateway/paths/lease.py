@@ -109,6 +109,13 @@ class Leases:
         if peer.lease is not None and not peer.lease.ending and await peer.lease.goes_on():
             self._allow(peer)
 
+    def write_failed(self, peer: Peer) -> None:
+        """The client says that the disk has refused a write to its file: as if this process had met it, once for each lease. A
+        disk that is sound after all is taken for that as soon as it has taken the next small write (health.py)."""
+        if isinstance(peer.lease, WriteLease) and not peer.lease.ending and not peer.lease.has_failed:
+            peer.lease.has_failed = True
+            self.node.budget.disk.failed("it refused a write to the file of a shard, as its client says (fd lane)")
+
     def _allow(self, peer: Peer) -> None:
         if peer.lease is not None and not peer.lease.ending:
             peer.allow(self.node.config.node.stream_timeout)
@@ -240,7 +247,7 @@ class WriteLease:
         self._state = ShardState.RECEIVING
         self._sealing: asyncio.Future[Sealed] | None = None
         self._durable = False  # under its name in data/
-        self._ended = False
+        self._ended = self.has_failed = False
         self._seen_bytes = 0  # written, when that was last enough to go on
         self._looked_s = float("-inf")
         self.chunk_size = self._node.config.cache.chunk_size

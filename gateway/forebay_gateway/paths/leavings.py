@@ -91,13 +91,18 @@ def _may_go(node: Node, tier: MonitoredTier, session: SessionRow, shards: Sequen
     return now is not None and now.publish.get(tier.name) is PublishState.PENDING
 
 
-async def is_named(tier: MonitoredTier, session: SessionRow) -> bool:
-    """Whether it is complete there after all."""
+async def is_named(node: Node, tier: MonitoredTier, session: SessionRow) -> bool | None:
+    """Whether it is complete there after all; None where nobody can tell, as the manifest is damaged. Raises as the tier
+    does."""
     try:
         document, _ = await tier.tier.get_small(manifest_key(session.run, session.step))
-        return Manifest.from_json(document).session == session.session
-    except (NotFound, ManifestError):
+    except NotFound:
         return False
+    try:
+        manifest = await node.aside(len(document), lambda: Manifest.from_json(document))
+    except ManifestError:
+        return None
+    return manifest.session == session.session
 
 
 def _left_out(tier: str, rows: Sequence[ShardRow], txn: WriteTxn) -> None:

@@ -28,6 +28,7 @@ MEND_HINTS_MAX = 4096
 SESSIONS_REMEMBERED_MAX = 65536
 ASIDE_BYTES_MIN = 128 << 10  # of JSON: a few milliseconds
 SHARD_BYTES = 150  # a shard's share in a document, about
+FILES = ""  # in the place of a tier's name: the cache, for part files
 
 T = TypeVar("T")
 
@@ -85,8 +86,10 @@ class Node:
     read_s: Recent[int, float] = field(
         default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX)
     )  # session: monotonic, last asked
+    # session: tiers on which the node of its writer 0 leaves nothing of the run out, as that has said.
+    unruled: Recent[int, frozenset[str]] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
-    publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier, session) whose documents are being written now
+    publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier or FILES, session): its documents are being written
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
     on_complete: list[Callable[[str, str, int], None]] = field(default_factory=list)  # told (tier, run, step) at each manifest
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))

@@ -8,7 +8,8 @@ import logging
 from forebay_gateway.base.recent import Recent
 from forebay_gateway.core.errors import NotFound
 from forebay_gateway.core.layout import manifest_key, parse_step_dir
-from forebay_gateway.core.retention import Entry, Groups, Ledger, Name, manifest_is_final, place
+from forebay_gateway.core.retention import Entry, Groups, Ledger, manifest_is_final, place
+from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier

@@ -11,13 +11,14 @@ another gateway.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from forebay_gateway.base import failpoints
-from forebay_gateway.catalog import ReadTxn, WriteTxn, evicted_row
+from forebay_gateway.catalog import WriteTxn, evicted_row
 from forebay_gateway.catalog.landing import land
 from forebay_gateway.core.errors import (
     AlreadyExists,
@@ -26,7 +27,6 @@ from forebay_gateway.core.errors import (
     NotFound,
     PermissionDenied,
     Unavailable,
-    Unsupported,
 )
 from forebay_gateway.core.layout import manifest_key, part_key, shard_key
 from forebay_gateway.core.records import ShardKey
@@ -34,7 +34,7 @@ from forebay_gateway.core.states import CopyState, ShardState
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_gateway.tiers.base import ObjectInfo
-from forebay_gateway.tiers.monitor import MonitoredTier
+from forebay_gateway.tiers.monitor import OF_ONE_OBJECT, MonitoredTier
 from forebay_gateway.tiers.stream import Checksums
 from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, unpack_chunk_crcs
 from forebay_wire.packs import PackIndex
@@ -71,6 +71,11 @@ class Leaving(msgspec.Struct, frozen=True):
     writer: int
     name: str
     version: str
+
+    @property
+    def key(self) -> str:
+        """On the tier."""
+        return shard_key(self.run, self.step, self.session, self.name)
 
 
 _passing = msgspec.msgpack.Decoder(Passing)
@@ -130,59 +135,86 @@ class Tidier:
         self._node, self._writes = node, writes
         self.under_way: set[str] = set()  # notes of shards that are on their way now
         self.wake: Callable[[], None] = lambda: None  # the worker that calls step()
-        self._turns = {name: asyncio.Lock() for name in node.tiers}
+        self._turns: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}  # (tier, object), and how many hold or want it
         self._may_have = set(node.tiers)  # tiers of which something may be noted that is to be ended
         node.left_behind = self.left
 
     def left(self) -> None:
         """Something was noted that is to be ended."""
-        self._may_have.update(self._turns)
+        self._may_have.update(self._node.tiers)
         self.wake()
+
+    async def make_way(self, tier: MonitoredTier, key: str) -> None:
+        """End all that is noted of one object, which is about to be written anew by whoever has claimed its name: what an
+        earlier try may have made whole is not looked at. Raises what the tier says."""
+        if tier.name in self._may_have:
+            for name, note in self._noted(tier.name):
+                if note.key == key:
+                    await self._end(tier, name, note, is_replaced=True)
 
     async def tidy(self, tier: MonitoredTier) -> None:
         """End all that is noted of the tier and not under way. Raises what the tier says."""
-        async with self._turns[tier.name]:
-            if tier.name not in self._may_have:
-                return
+        noted = self._noted(tier.name)
+        for name, note in noted:
+            await self._end(tier, name, note)
+        if not noted:  # else it is looked once more whether something came meanwhile
             self._may_have.discard(tier.name)
+
+    async def _end(self, tier: MonitoredTier, name: str, note: Passing | Leaving, *, is_replaced: bool = False) -> None:
+        """One note, which goes; a tier that is away is asked again. What one object is refused for must not keep all others
+        from their way."""
+        async with self._turn(tier.name, note.key):
+            if not self._is_noted(name):
+                return  # ended by another
             try:
-                for name, value in self._noted(tier.name):
-                    await self._end(tier, name, value)
-                    await self.forget(name)
-            except BaseException:
-                self._may_have.add(tier.name)
-                raise
+                if isinstance(note, Leaving):
+                    await self._end_leaving(tier, note)
+                else:
+                    await self._end_passing(tier, note, is_replaced)
+            except (PermissionDenied, *OF_ONE_OBJECT) as error:
+                log.info("something that is no shard stays on a tier tier=%s note=%s reason=%s", tier.name, name, error)
+            await self.forget(name)
 
-    async def _end(self, tier: MonitoredTier, name: str, value: bytes) -> None:
+    @contextlib.asynccontextmanager
+    async def _turn(self, tier: str, key: str) -> AsyncIterator[None]:
+        """One at a time for each object."""
+        lock, count = self._turns.get((tier, key), (asyncio.Lock(), 0))
+        self._turns[tier, key] = (lock, count + 1)
         try:
-            if name.startswith(PASSING):
-                await self._end_passing(tier, _passing.decode(value))
-            else:
-                await self._end_leaving(tier, _leaving.decode(value))
-        except (PermissionDenied, Unsupported) as error:  # the tier takes shards all the same
-            log.info("something that is no shard stays on a tier tier=%s note=%s reason=%s", tier.name, name, error)
+            async with lock:
+                yield
+        finally:
+            lock, count = self._turns.pop((tier, key))
+            if count > 1:
+                self._turns[tier, key] = (lock, count - 1)
 
-    def _noted(self, tier: str) -> list[tuple[str, bytes]]:
-        kinds = tuple(f"{kind}:{tier}:" for kind in (PASSING, LEAVING))
+    def _noted(self, tier: str) -> list[tuple[str, Passing | Leaving]]:
+        begins = tuple(f"{kind}:{tier}:" for kind in (PASSING, LEAVING))
         with self._node.catalog.read() as txn:
-            return [(name, value) for name, value in txn.settings() if name.startswith(kinds) and name not in self.under_way]
+            found = [each for each in txn.settings() if each[0].startswith(begins) and each[0] not in self.under_way]
+        return [(name, _passing.decode(value) if name.startswith(PASSING) else _leaving.decode(value)) for name, value in found]
+
+    def _is_noted(self, name: str) -> bool:
+        with self._node.catalog.read() as txn:
+            return txn.setting(name) is not None and name not in self.under_way
 
     async def forget(self, name: str) -> None:
         """The note goes."""
         await self._node.catalog.write(lambda txn: txn.set_setting(name, None))
 
-    async def _end_passing(self, tier: MonitoredTier, passing: Passing) -> None:
+    async def _end_passing(self, tier: MonitoredTier, passing: Passing, is_replaced: bool) -> None:
         """Nothing half is left; what is whole is a shard of its part, as a sealed file without a row would be."""
         if passing.upload_id:
             await tier.tier.abort_upload(passing.key, passing.upload_id)
         else:
             await tier.tier.sweep(passing.key)
         failpoints.hit("through.tidied")
-        if not passing.whole:
+        if not passing.whole or is_replaced:
             return
         crcs = tuple(unpack_chunk_crcs(passing.chunks))
         try:
             info = await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
+            await tier.tier.settle(passing.key)  # what failed, or was cut short, may have been that
             version = version_of(await tier.tier.head(passing.key))
         except (NotFound, Corrupt) as error:
             log.info(
@@ -200,17 +232,23 @@ class Tidier:
             self._node.changes.tell(passing.session_id)
 
     async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> None:
-        key = shard_key(gone.run, gone.step, gone.session, gone.name)
-        with self._node.catalog.read() as txn:
-            if _has_name(txn, gone):
-                return
+        if self._has_name(gone):
+            return
         try:
-            if version_of(await tier.tier.head(key)) != gone.version or await self._is_vouched_for(tier, gone):
+            if version_of(await tier.tier.head(gone.key)) != gone.version or await self._is_vouched_for(tier, gone):
                 return
         except NotFound:
             return
-        await tier.tier.delete(key)
+        if self._has_name(gone):  # put again meanwhile: it may have come there by now
+            return
+        await tier.tier.delete(gone.key)
         failpoints.hit("through.left")
+
+    def _has_name(self, gone: Leaving) -> bool:
+        """Whether the catalog has a shard of this name."""
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(gone.run, gone.step, gone.session)
+            return session is not None and txn.shard_by_name(session.id, gone.name) is not None
 
     async def _is_vouched_for(self, tier: MonitoredTier, gone: Leaving) -> bool:
         """Whether the part was committed elsewhere: its record is there, or a manifest that names the session."""
@@ -241,8 +279,3 @@ class Tidier:
             except ForebayError as error:
                 tier.failed(error)
         return AGAIN_S if self._may_have else None
-
-
-def _has_name(txn: ReadTxn, gone: Leaving) -> bool:
-    session = txn.find_session(gone.run, gone.step, gone.session)
-    return session is not None and txn.shard_by_name(session.id, gone.name) is not None

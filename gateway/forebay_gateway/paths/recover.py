@@ -434,6 +434,7 @@ class _CheckReports:
 
     async def item_done(self, index: int, report: ItemDone) -> None:
         key, name = self._keys[index], self._tier.name
+        await self._tier.tier.settle(self._items[index].key)  # the kill may have come before the tier's last act
         failpoints.hit("recover.copy_proved")
         await self._node.catalog.write(lambda txn: proved(txn, key, name, report.tag_on_tier))
 

@@ -24,7 +24,7 @@ from forebay_gateway.paths import marks
 from forebay_gateway.paths.announce import own_writers, withdraw
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.joint import may_leave_out, rules_of
-from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.node import FILES, Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import lift_pins, tell_pin
 from forebay_gateway.paths.safety import HELD_STATES, is_expendable
@@ -276,7 +276,7 @@ class Retention:
     async def is_under_way(self, tier: MonitoredTier, sessions: list[SessionRow]) -> bool:
         """Whether something of them is on its way to the tier. After the marking neither a copy nor a document is begun any
         more; those that were have to end first."""
-        if any((tier.name, session.id) in self._node.publishing for session in sessions):
+        if any((where, session.id) in self._node.publishing for session in sessions for where in (tier.name, FILES)):
             return True
         for session in sessions:
             with self._node.catalog.read() as txn:

@@ -11,6 +11,7 @@ the scheduler's to say (order.py); here it is asked once more whether that may b
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -78,6 +79,15 @@ def _may_leave(row: CheckpointRow, session: SessionRow, tier: str) -> bool:
 def is_begun(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
     """Whether something of it has begun to go there."""
     return bool(txn.session_progress(session.id, tier)[0] or txn.uploads_of(session.id, tier))
+
+
+def is_only_there(txn: ReadTxn, session: SessionRow, tier: str, tiers: Iterable[str]) -> bool:
+    """Whether something of it that is not in the cache may lie on this one of the `tiers` alone: it went through to it past a
+    cache whose disk fails. By sums, so that in doubt it stays."""
+    sums = txn.session_sums(session.id)
+    if sums.cached >= sums.shards or not txn.session_progress(session.id, tier)[0]:
+        return False
+    return not any(name != tier and txn.session_progress(session.id, name)[0] >= sums.shards for name in tiers)
 
 
 def is_outrun(txn: ReadTxn, session: SessionRow, tier: str) -> bool:

@@ -24,12 +24,12 @@ from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.packs import PACK_CHUNK_SIZE, pack_size, write_pack
 from forebay_gateway.cache.writer import ShardWriter
 from forebay_gateway.core.errors import Corrupt, InvalidArgument
-from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import page_of
 from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath, identity, shard_row
 from forebay_wire.checksums import crc32c
+from forebay_wire.names import is_commit_last
 from forebay_wire.packs import PackIndex, pack_name
 
 SMALL_SHARDS_MAX = 5000  # in one request: they are looked up, claimed and written as one group

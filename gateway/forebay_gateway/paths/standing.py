@@ -5,7 +5,8 @@ Owns these facts, and the words for them. Does not own the rules (core/retention
 
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.records import PublishState, SessionRow
-from forebay_gateway.core.retention import Groups, Name
+from forebay_gateway.core.retention import Groups
+from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_wire.names import session8

@@ -12,7 +12,7 @@ since the bytes are here and a mover would get them only by one copy more.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -30,10 +30,9 @@ from forebay_gateway.core.errors import (
     Unsupported,
 )
 from forebay_gateway.core.layout import shard_key
-from forebay_gateway.core.policy import is_commit_last
 from forebay_gateway.core.records import ShardKey
-from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.admit import DISK_FAILS_RETRY_S
+from forebay_gateway.paths.last import check_its_turn
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.passing import (
     PASSING,
@@ -52,6 +51,7 @@ from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_gateway.tiers.stream import Checksums, StreamOptions
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import pack_chunk_crcs
+from forebay_wire.names import is_commit_last
 from forebay_wire.packs import PackIndex, encode_head, pack_name
 
 STREAMS_MAX = 4  # at a time: each may hold three parts of an object store's upload, 48 MiB
@@ -135,16 +135,25 @@ class Through:
         held.callback(self._slots.release)
 
     async def open(
-        self, session_id: int, part: PartRef, name: str, size: int | None, chunk_size: int, index: PackIndex | None = None
+        self,
+        session_id: int,
+        part: PartRef,
+        name: str,
+        size: int | None,
+        chunk_size: int,
+        index: PackIndex | None = None,
+        together: Collection[str] = (),
     ) -> "Passage":
-        """On the first tier that takes it. Raises DiskFailed, or Unavailable of the last one."""
+        """On the first tier that takes it; `together` with these of one request. Raises DiskFailed, or Unavailable of the last
+        one."""
         key = ShardKey(session_id, self.node.catalog.new_id())
         last: ForebayError | None = None
         with self.node.catalog.read() as txn:
             session = txn.session(session_id)
         only = self.node.only_tiers(part.run) if session is None else self.node.restriction_of(session)
         for tier in self._choice(only, size, chunk_size):
-            self._check_its_turn(session_id, name, tier)
+            if is_commit_last(name):
+                await check_its_turn(self.node, self.writes, part, session_id, name, tier, together or {name})
             passage = Passage(self, tier, key, part, name, size, chunk_size, index)
             try:
                 await passage.begin()
@@ -154,20 +163,6 @@ class Through:
                 return passage
         assert last is not None
         raise last
-
-    def _check_its_turn(self, session_id: int, name: str, tier: MonitoredTier) -> None:
-        """What readers take for the sign of completeness goes after all others."""
-        if not is_commit_last(name):
-            return
-        with self.node.catalog.read() as txn:
-            for row in txn.shards(session_id):
-                copy = txn.copy(row.key, tier.name)
-                if not is_commit_last(row.name) and (copy is None or copy.state is not CopyState.VERIFIED):
-                    raise DiskFailed(
-                        f"{self.node.budget.disk.reason}, and shard {name!r} goes to a tier only after all others of its "
-                        f"checkpoint, of which {row.name!r} is not on {tier.name} yet",
-                        retry_after_s=DISK_FAILS_RETRY_S,
-                    )
 
     # -- many small ones -----------------------------------------------------------------------------------------------
 
@@ -198,16 +193,17 @@ class Through:
 
         with held:
             await self._place(wait_s, held)
+            names = {shard.name for shards in (*packs, plain) for shard in shards}
             last = [shard for shard in plain if is_commit_last(shard.name)]
             first = [shard for shard in plain if not is_commit_last(shard.name)]
             try:
                 await all_of(
                     [
                         *(self._send_pack(passages, session_id, part, pack) for pack in packs),
-                        *(self._send_plain(passages, session_id, part, shard) for shard in first),
+                        *(self._send_plain(passages, session_id, part, shard, names) for shard in first),
                     ]
                 )
-                await all_of([self._send_plain(passages, session_id, part, shard) for shard in last])
+                await all_of([self._send_plain(passages, session_id, part, shard, names) for shard in last])
                 await land(self, passages)
             except BaseException:
                 for passage in passages:
@@ -215,10 +211,12 @@ class Through:
                 raise
         return "+".join(dict.fromkeys(passage.tier.name for passage in passages))
 
-    async def _send_plain(self, passages: "list[Passage]", session_id: int, part: PartRef, shard: SmallShard) -> None:
+    async def _send_plain(
+        self, passages: "list[Passage]", session_id: int, part: PartRef, shard: SmallShard, together: Collection[str]
+    ) -> None:
         chunk_size, size = self.node.config.cache.chunk_size, len(shard.data)
         pieces = (shard.data[at : at + chunk_size] for at in range(0, size, chunk_size))
-        passage = await self.open(session_id, part, shard.name, size, chunk_size)
+        passage = await self.open(session_id, part, shard.name, size, chunk_size, together=together)
         passages.append(passage)
         await passage.send(pieces, size, shard.crc32c)
 
@@ -265,7 +263,7 @@ class Passage:
         """Open it on the tier; nothing is left where it raises Unavailable."""
         try:
             with self._on_tier():
-                await self._through.tidier.tidy(self.tier)
+                await self._through.tidier.make_way(self.tier, self.passing.key)
                 await self._stream.begin()
         except BaseException:
             await self._undo()

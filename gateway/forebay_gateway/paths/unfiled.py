@@ -7,11 +7,11 @@ alone knows the commit (and each tier that has the part's record): a rebuild wou
 import logging
 from functools import partial
 
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import ReadTxn, WriteTxn
 from forebay_gateway.core.errors import DiskFailed, NotFound
 from forebay_gateway.core.records import PartState
 from forebay_gateway.paths.commit import UNFILED, part_document
-from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.node import FILES, Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.write import PartRef
 
@@ -46,14 +46,38 @@ class Filer:
         return None
 
     async def _file(self, session_id: int, writer: int) -> None:
+        # A deletion waits for this entry: a file that comes behind it would prove a commit to the next start.
+        self._node.publishing.add((FILES, session_id))
+        try:
+            await self._write(session_id, writer)
+        finally:
+            self._node.publishing.discard((FILES, session_id))
+
+    async def _write(self, session_id: int, writer: int) -> None:
         with self._node.catalog.read() as txn:
             part, session = txn.part(session_id, writer), txn.session(session_id)
-        if part is None or session is None or part.state is not PartState.COMMITTED:
-            return
+            if not _is_wanted(txn, session_id, writer):
+                return
+        assert part is not None
+        assert session is not None
         ref = PartRef(session.run, session.step, session.session, writer, session.writers)
         rows = await all_shards(self._node, session_id, writer)
         document = await part_document(self._node, ref, rows, part.metadata_json, part.kind, session.tiers)
         await self._node.io.run(self._node.cache.write_part, session_id, writer, part.commit_seq, document)
+        with self._node.catalog.read() as txn:
+            is_wanted = _is_wanted(txn, session_id, writer)
+        if not is_wanted:  # it left the cache meanwhile, which asks no tier
+            await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
+            await self._node.io.run(self._node.cache.drop_session_dir, session_id)
+
+
+def _is_wanted(txn: ReadTxn, session_id: int, writer: int) -> bool:
+    """Whether the part is committed and stays."""
+    part, session = txn.part(session_id, writer), txn.session(session_id)
+    checkpoint = None if session is None else txn.checkpoint(session.run, session.step)
+    if part is None or checkpoint is None:
+        return False
+    return part.state is PartState.COMMITTED and not checkpoint.deleting
 
 
 def _forget(name: str, txn: WriteTxn) -> None:

@@ -15,7 +15,8 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.core.errors import AlreadyExists, ForebayError, NotFound, PermissionDenied, Unavailable
 from forebay_gateway.core.layout import verdicts_key
 from forebay_gateway.core.records import SessionRow
-from forebay_gateway.core.verdicts import Name, RunVerdicts, Verdict, read_verdicts
+from forebay_gateway.core.run_documents import Name
+from forebay_gateway.core.verdicts import RunVerdicts, Verdict, read_verdicts
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.names import session8

@@ -176,6 +176,10 @@ class WritePath:
         stack.callback(give_back)
         return stack
 
+    def under_way(self, session_id: int) -> list[str]:
+        """Names of the session's shards that are on their way in now."""
+        return [name for session, name in self._receiving if session == session_id]
+
     def _tell_movers(self) -> None:
         """Whether drains should step back; above the soft watermark it is they that saves wait for."""
         node = self._node

@@ -16,7 +16,7 @@ from forebay_gateway.core.errors import ForebayError, InvalidArgument, Permissio
 from forebay_gateway.paths.lease import Leases, Peer
 from forebay_gateway.rpc.fd_peers import Credentials, ask_who_sends, check_may_connect, maker_of, receive, same
 from forebay_gateway.rpc.status import detail_of
-from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SOCKET_PATH_BYTES_MAX, fd_socket_path
+from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SOCKET_PATH_BYTES_MAX, WRITE_FAILED, fd_socket_path
 
 log = logging.getLogger("forebay.fd")
 
@@ -107,6 +107,8 @@ class FdSocket:
                 return
             if len(token) == SECRET_BYTES:
                 if same(maker, sender):
+                    if WRITE_FAILED in data:
+                        self._leases.write_failed(peer)
                     await self._leases.heard(peer)
                 continue
             token += data

@@ -20,6 +20,7 @@ from forebay_gateway.paths.care.proof import check_cached, check_copies
 from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.passing import version_of
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.tiers.monitor import MonitoredTier
 
@@ -143,7 +144,10 @@ class Scrubber(Pass):
                 problem = Corrupt("the tier holds another size", key=item.key, expected=row.size, actual=info.size)
             elif info.crc32c not in (None, row.crc32c):
                 problem = Corrupt("the tier's own checksum is another", key=item.key, expected=f"{row.crc32c:08x}")
-            elif copy.tag and info.tag != copy.tag:  # written again since it was proved: by whom, and with what?
+            elif copy.tag and copy.tag not in (
+                info.tag,
+                version_of(info),
+            ):  # written again since it was proved: by whom, and with what?
                 problem = (await check_copies(self._node, tier, [item]))[0]
         except NotFound as error:
             problem = error
