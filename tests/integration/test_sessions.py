@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import forebay
+from forebay.demo.gateways import GatewayProcess
 from forebay.errors import AlreadyExists
 from forebay_wire.manifest import Manifest
 from forebay_wire.names import session8
@@ -129,6 +130,24 @@ def test_two_jobs_of_one_step_never_mix(pair: Pair, job: Job, tmp_path: Path) ->
     two.save(pair.b, 0)
     two.wait(pair.b)
     two.assert_restores(pair.a, tmp_path / "restored")
+
+
+def test_two_jobs_that_were_given_one_session(make: MakeGateway) -> None:
+    """On two nodes, each as its only writer: the second is told once both have met on the tier, and is not complete."""
+    a, b = make("a").start(), make("b").start()
+
+    def save(gateway: GatewayProcess, content: bytes) -> None:
+        with forebay.Client(gateway.address) as client, client.checkpoint("job", 1, session="launch") as part:
+            part.put("model.bin", content)
+            part.commit(wait="pfs")
+
+    save(a, b"one job's")
+    with pytest.raises(forebay.Incomplete, match="node a has completed the same session with other content"):
+        save(b, b"another's")
+    with forebay.Client(b.address) as client:
+        (level,) = (level for level in client.describe("job", 1).levels if level.level == "pfs")
+        assert level.state != "complete"
+    b.kill()  # an ordered end would wait for what never completes
 
 
 def test_a_gateway_restart_in_the_middle_of_a_session(make: MakeGateway, tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ RUNS_REMEMBERED_MAX = 10_000
 STEP_GOES_S_MAX = 600.0  # several turns of retention; whoever was taking something from the step's place has ended by then
 
 
+def _content(manifest: Manifest) -> set[tuple[int, str, int, int]]:
+    return {(writer, shard.name, shard.size, shard.crc32c) for writer, shard in manifest.shards()}
+
+
 def predecessor(tier: str, session: str) -> str:
     """An entry of SessionRow.predecessors; with no session it says that this tier has been looked at."""
     return f"{tier}\n{session}"
@@ -334,9 +338,18 @@ class Completion:
         return True
 
     async def _replace(self, session: SessionRow, document: bytes, key: str) -> bool:
-        """A manifest is there. Ours (an answer was lost): fine. An older session's: replaced. A newer one's: we yield."""
+        """A manifest is there. Ours (an answer was lost): fine. An older session's: replaced. A newer one's: we yield.
+
+        Raises Corrupt where it is of our session, and of other bytes: two jobs were given one session, on two nodes.
+        """
         there, info = await self._read_manifest(key)
         if there is not None and there.session == session.session:
+            ours = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+            if _content(there) != _content(ours):
+                raise Corrupt(
+                    f"{NEVER_WHOLE}: node {there.node} has completed the same session with other content; "
+                    f"jobs need sessions of their own, and ranks their writer numbers session={session.session}"
+                )
             await self._tier.tier.settle(key)
             return True
         if there is None or self._is_older(session, there):
