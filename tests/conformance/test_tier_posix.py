@@ -402,6 +402,31 @@ asyncio.run(main())
 """
 
 
+async def test_what_an_attempt_left_goes_before_the_next(posix: PosixTier, root: Path) -> None:
+    """Whoever records temporary files knows the newest alone."""
+    away, body, recorded = root.with_name("away"), blob(3 * CHUNK), []
+
+    async def record(name: str) -> None:
+        recorded.append(name)
+
+    class Leaving(BytesSource):
+        async def read_chunk(self, index: int) -> memoryview:
+            if index == 2:
+                root.rename(away)
+            return await super().read_chunk(index)
+
+    options = PutOptions(on_upload=record)
+    with pytest.raises(Unavailable):
+        await posix.put("run/x", Leaving(body), options)
+    with pytest.raises(Unavailable):
+        await posix.put("run/x", BytesSource(body), options)
+    assert [path.name for path in (away / "run").iterdir()] == recorded
+    away.rename(root)
+    await posix.put("run/x", BytesSource(body), options)
+    assert _files(root) == {"run/x"}
+    assert len(recorded) == 2
+
+
 @pytest.mark.parametrize("place", ["posix.before_write", "posix.before_fsync", "posix.before_rename", "posix.before_dir_fsync"])
 async def test_kill_at_every_act_leaves_whole_or_nothing(posix: PosixTier, root: Path, place: str) -> None:
     script = _CRASHER.format(tests=str(Path(__file__).parent.parent), root=str(root))

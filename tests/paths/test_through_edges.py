@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,28 @@ async def test_a_name_whose_directory_was_not_synced_is_settled_before_it_counts
         assert settled == [shard_key(RUN, 1, "s", "a")]
         assert (await part.put("a", SHARDS["one"])).level == "pfs"  # as it is there already
         assert settled == [shard_key(RUN, 1, "s", "a")]
+
+
+async def test_what_came_there_for_a_part_that_was_aborted_goes_again(
+    tmp_path: Path, pfs: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer was told that it failed, and that is not certain: the rename was done."""
+    goes_on, verify = asyncio.Event(), PosixTier.verify
+
+    async def later(*given: Any) -> Any:
+        await goes_on.wait()
+        return await verify(*given)
+
+    async with failing(tmp_path, tier(pfs), retry_timeout=0.0) as (gateway, client):
+        monkeypatch.setattr(PosixTier, "verify", later)
+        part = client.checkpoint(RUN, 1, session="s")
+        with failpoints.armed("posix.before_dir_fsync=error:EIO"), pytest.raises(Unavailable, match="did not get through"):
+            await part.put("a", SHARDS["one"])
+        assert list(on(pfs).values()) == [SHARDS["one"]]
+        await part.abort()
+        goes_on.set()
+        await until(lambda: not notes(gateway))
+        assert on(pfs) == {}
 
 
 async def test_what_cannot_be_tidied_stands_in_nobody_s_way(

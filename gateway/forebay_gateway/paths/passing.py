@@ -53,6 +53,9 @@ class Passing(msgspec.Struct, frozen=True):
     writer: int
     name: str
     key: str
+    run: str = ""
+    step: int = 0
+    session: str = ""
     upload_id: str = ""
     whole: bool = False
     size: int = 0
@@ -60,6 +63,11 @@ class Passing(msgspec.Struct, frozen=True):
     crc32c: int = 0
     chunks: bytes = b""
     index: bytes = b""
+    version: str = ""  # of the object under its name, where it was known before it came there
+
+    def leaving(self, version: str) -> "Leaving":
+        """The object of that version, which is no shard."""
+        return Leaving(self.run, self.step, self.session, self.writer, self.name, version)
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -120,12 +128,11 @@ def note_leaving(txn: WriteTxn, session_id: int, writer: int) -> None:
                 txn.set_setting(note_name(LEAVING, tier, row.key), msgspec.msgpack.encode(gone))
 
 
-def take_back(txn: WriteTxn, tier: str, passing: Passing, part: PartRef, version: str) -> None:
+def take_back(txn: WriteTxn, tier: str, passing: Passing, version: str) -> None:
     """It has its name on the tier, and is no shard: to be deleted there."""
     key = ShardKey(passing.session_id, passing.shard_id)
-    gone = Leaving(part.run, part.step, part.session, part.writer, passing.name, version)
     txn.set_setting(note_name(PASSING, tier, key), None)
-    txn.set_setting(note_name(LEAVING, tier, key), msgspec.msgpack.encode(gone))
+    txn.set_setting(note_name(LEAVING, tier, key), msgspec.msgpack.encode(passing.leaving(version)))
 
 
 class Tidier:
@@ -226,6 +233,9 @@ class Tidier:
             with self._writes.claim(passing.session_id, ref, passing.name):  # nobody may bring it once more meanwhile
                 await self._node.catalog.write(lambda txn: landed(txn, tier.name, passing, version))
         except (NotFound, AlreadyExists, Unavailable) as error:
+            if passing.version and not isinstance(error, Unavailable):
+                await self._end_leaving(tier, passing.leaving(passing.version))
+                return
             # Whose object it is nobody can tell any more: its writer may have gone on elsewhere, under this name.
             log.info("an object without a shard stays tier=%s key=%s size=%s reason=%s", tier.name, info.key, info.size, error)
         else:

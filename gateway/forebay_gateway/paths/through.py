@@ -46,6 +46,7 @@ from forebay_gateway.paths.passing import (
 )
 from forebay_gateway.paths.small import SmallShard, all_or_none
 from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath, check_sizes
+from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.factory import open_stream, takes_stream
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_gateway.tiers.stream import Checksums, StreamOptions
@@ -250,7 +251,8 @@ class Passage:
         self.held = contextlib.ExitStack()
         on_tier = shard_key(part.run, part.step, part.session, name)
         encoded = b"" if index is None else index.encoded
-        self.passing = Passing(*key, part.writer, name, on_tier, index=encoded)
+        of = (part.run, part.step, part.session)
+        self.passing = Passing(*key, part.writer, name, on_tier, *of, index=encoded)
         self.note = note_name(PASSING, tier.name, key)
         self._stream = open_stream(tier.tier, on_tier, StreamOptions(size, chunk_size, self._note_upload))
         self._offset = 0
@@ -353,8 +355,8 @@ class Passage:
             chunks=pack_chunk_crcs(self._crcs),
         )
 
-        async def publish() -> None:
-            self.passing = whole
+        async def publish(info: ObjectInfo | None) -> None:
+            self.passing = whole if info is None else replace(whole, version=version_of(info))
             await self._write_note()
             failpoints.hit("through.before_publish")
 
@@ -378,9 +380,7 @@ class Passage:
         try:
             gone = await self._stream.discard()
             if self.version:  # it is there, and the catalog did not take it
-                await self._node.catalog.write(
-                    lambda txn: take_back(txn, self.tier.name, self.passing, self.part, self.version)
-                )
+                await self._node.catalog.write(lambda txn: take_back(txn, self.tier.name, self.passing, self.version))
             elif self._is_bad and self.passing.whole:
                 with contextlib.suppress(ForebayError):  # a bad object of that name serves nobody
                     await self.tier.tier.delete(self.passing.key)

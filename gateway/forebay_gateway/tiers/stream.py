@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.tiers.base import ObjectInfo, UploadRecorder
 
+# Told what the object will be under its name, None where the tier says so only then.
+Publish = Callable[[ObjectInfo | None], Awaitable[None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
@@ -49,7 +52,7 @@ class ShardStream(ABC):
         Raises what has become of earlier ones, as Tier.put."""
 
     @abstractmethod
-    async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
+    async def finish(self, proof: Checksums, publish: Publish) -> ObjectInfo:
         """Whole, durable, and proved on the tier as Tier.verify does. `publish` is awaited just before the object may come to
         have its name. Raises as Tier.put and Tier.verify; whether the object is there is then not known."""
 

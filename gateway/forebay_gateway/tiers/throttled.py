@@ -4,11 +4,11 @@ Owns waiting. `bandwidth` counts bytes sent to the tier, as a put takes them fro
 pace of the drain. `iops` counts verbs, whatever requests each of them makes.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.tiers.base import Listing, ObjectInfo, PutOptions, Source, Tier
-from forebay_gateway.tiers.stream import Checksums, ShardStream
+from forebay_gateway.tiers.stream import Checksums, Publish, ShardStream
 from forebay_gateway.tiers.wrapper import TierWrapper, aclose
 
 _PLAIN = PutOptions()
@@ -160,7 +160,7 @@ class PacedStream(ShardStream):
         await self._tier._bytes.take(len(data))
         await self._inner.write(crc, data)
 
-    async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
+    async def finish(self, proof: Checksums, publish: Publish) -> ObjectInfo:
         return await self._inner.finish(proof, publish)
 
     async def discard(self) -> bool:

@@ -19,6 +19,7 @@ from typing import ClassVar, TypeVar
 
 from forebay_gateway.base import durable
 from forebay_gateway.base.clock import Clock, SystemClock
+from forebay_gateway.base.recent import Recent
 from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.tiers.base import ObjectInfo, Tier
 from forebay_gateway.tiers.keys import check_key
@@ -29,6 +30,7 @@ from forebay_gateway.tiers.posix.marker import Marker
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 2.0
+LEFT_MAX = 4096
 
 
 class Acts(Tier):
@@ -55,6 +57,9 @@ class Acts(Tier):
         # Half-written documents bear the node's name, so that its next process knows them ("@" is in no node id).
         self.temp_tag = f"{owner}@" if owner else ""
         self._temps: set[str] = set()  # of these, those that are being written now
+        # Temporary files of shards that could not be removed after an attempt, by key: before the next one, as whoever records
+        # them knows the newest alone.
+        self._left: Recent[str, Path] = Recent(LEFT_MAX)
         self.marker = Marker(name, path, known_id, self.temp_tag)
         self.direct = direct
         self._clock = clock or SystemClock()

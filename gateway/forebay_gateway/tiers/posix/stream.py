@@ -6,16 +6,16 @@ Owns the order of writes under way. Does not own how a file becomes durable and 
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from forebay_gateway.base import durable
 from forebay_gateway.core.errors import ForebayError, NotFound
 from forebay_gateway.tiers.base import ObjectInfo, PutOptions
+from forebay_gateway.tiers.posix.acts import info_of
 from forebay_gateway.tiers.posix.files import Buffers, OpenFile
 from forebay_gateway.tiers.posix.tier import PosixTier
 from forebay_gateway.tiers.readback import check_size
-from forebay_gateway.tiers.stream import Checksums, ShardStream, StreamOptions
+from forebay_gateway.tiers.stream import Checksums, Publish, ShardStream, StreamOptions
 from forebay_gateway.tiers.window import Window
 
 WRITES = 2  # under way at a time, as of a put
@@ -43,14 +43,14 @@ class PosixStream(ShardStream):
         offset, self._written = self._written, self._written + len(data)
         await self._window.add(self._tier._write(self._file, self._key, data, offset, self._buffers, _PLAIN))
 
-    async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
+    async def finish(self, proof: Checksums, publish: Publish) -> ObjectInfo:
         tier, key = self._tier, self._key
         await self._window.__aexit__(None, None, None)
         check_size(tier.name, key, proof, self._written)
         await tier._run("fsync", key, self._file.finish, proof.size, timeout_s=tier._data_timeout_s)
         await tier._run("close", key, self._file.close)
-        await tier._read_back(self._temp, key, proof, _PLAIN)
-        await publish()
+        stat = await tier._read_back(self._temp, key, proof, _PLAIN)
+        await publish(info_of(key, stat))
         info = await tier._run("rename", key, tier._publish, self._temp, self._path, key)
         self._finished = True
         return replace(info, crc32c=proof.crc32c)  # proved by the read-back above

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forebay_gateway.base import durable, failpoints
-from forebay_gateway.core.errors import Corrupt, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable
 from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source
 from forebay_gateway.tiers.keys import directory_of
 from forebay_gateway.tiers.posix.acts import info_of
@@ -63,6 +63,10 @@ class PosixTier(Documents):
 
     async def put(self, key: str, source: Source, options: PutOptions = _PLAIN) -> ObjectInfo:
         path = self._path(key)
+        if (left := self._left.get(key)) is not None:
+            with contextlib.suppress(NotFound):
+                await self._run("unlink", key, self._remove, left)
+            self._left.pop(key, None)
         temp = path.parent / f"{durable.TEMP_PREFIX}{secrets.token_hex(8)}"
         if options.on_upload is not None:
             await options.on_upload(temp.name)
@@ -77,7 +81,7 @@ class PosixTier(Documents):
             return replace(info, crc32c=source.crc32c)  # proved by the read-back above
         except BaseException:
             await self._close(file)
-            await self._discard(temp)
+            await self._discard(key, temp)
             raise
 
     def _open_temp(self, file: OpenFile) -> None:
@@ -163,9 +167,13 @@ class PosixTier(Documents):
             raise Corrupt("the file ended while it was read", tier=self.name, key=key, offset=offset + len(data))
         return data
 
-    async def _discard(self, temp: Path) -> None:
-        with contextlib.suppress(OSError, Unavailable):
-            await self._bounded("unlink", temp.name, self._thread(self._remove, temp))
+    async def _discard(self, key: str, temp: Path) -> None:
+        try:
+            await self._run("unlink", key, self._remove, temp)
+        except NotFound:
+            pass  # it has its name by now, or was never made
+        except ForebayError:
+            self._left[key] = temp
 
     # Names
 

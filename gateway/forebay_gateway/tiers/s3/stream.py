@@ -6,7 +6,6 @@ Owns which chunks make a part, and how many parts are in memory. Does not own si
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from forebay_gateway.core.errors import InvalidArgument
@@ -17,7 +16,7 @@ from forebay_gateway.tiers.s3.body import Body
 from forebay_gateway.tiers.s3.multipart import _PART_POLICY, Upload
 from forebay_gateway.tiers.s3.parts import MAX_PARTS, part_size
 from forebay_gateway.tiers.s3.tier import S3Tier
-from forebay_gateway.tiers.stream import Checksums, ShardStream, StreamOptions
+from forebay_gateway.tiers.stream import Checksums, Publish, ShardStream, StreamOptions
 from forebay_gateway.tiers.window import Window
 
 PARTS = 2  # sent at a time, while a third one fills
@@ -95,17 +94,17 @@ class S3Stream(ShardStream):
         sender = replace(self._upload, source=part)
         await self._window.add(sender._part(self._sent, 0, len(part.views), _PLAIN))
 
-    async def finish(self, proof: Checksums, publish: Callable[[], Awaitable[None]]) -> ObjectInfo:
+    async def finish(self, proof: Checksums, publish: Publish) -> ObjectInfo:
         tier, key = self._tier, self._key
         check_size(tier.name, key, proof, self._sent_bytes + self._filling.size)
         if self._upload is None:
-            await publish()
+            await publish(None)
             await self._put_whole(proof)
         else:
             await self._send()
             await self._window.__aexit__(None, None, None)
             self._upload.source = proof
-            await publish()
+            await publish(None)
             await self._upload._complete()
             self._upload.may_be_left = False
         self._finished = True
