@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, PermissionDenied, Unsupported
+from forebay_gateway.core.layout import verdicts_key
 from forebay_gateway.core.records import SessionRow
 from forebay_gateway.paths import verdicts
 from forebay_gateway.paths.verdicts import Book
+from forebay_gateway.tiers.memory import MemoryTier
 from forebay_gateway.tiers.monitor import MonitoredTier
 from paths.joint_kit import RUN, Job, JobNode, job
 
@@ -160,3 +162,14 @@ async def test_a_word_that_is_refused_for_want_of_rights_is_said_later(tmp_path:
         await all_nodes.nodes[0].node.tiers["pfs"].step()
         await all_nodes.turns()
         assert all_nodes.where(1) == [["complete"]] * 2
+
+
+@pytest.mark.expected_logs("a document of verdicts is damaged")
+async def test_a_skip_whose_word_is_lost_is_said_anew_by_who_waits_for_the_others(tmp_path: Path) -> None:
+    """A node without the rule has brought its part out, and nobody can tell it any more that the others never will."""
+    async with job(tmp_path, EVERY_3, others="") as all_nodes:
+        await left_out_by_one(all_nodes)
+        MemoryTier("pfs", all_nodes.store)._store(verdicts_key(RUN), b'{"format": "forebay.verdicts", "ru')
+        await all_nodes.turns(60, 30.0)
+        assert all_nodes.where(2) == [["complete"]] * 2
+        assert all_nodes.shards(2) == ["w0.bin", "w1.bin"]

@@ -315,15 +315,23 @@ class Joint:
 
     async def look_if_stuck(self, session: SessionRow) -> None:
         """Its parts are on the tier and the others' do not come: another node may have left it out by a rule that this one does
-        not have. Then what lies there goes again, where a newer one is complete; else all nodes bring it out. Raises as the
-        tier does, and Unsaid."""
+        not have. Then what lies there goes again, where a newer one is complete; else all nodes bring it out, as where the word
+        on it is lost. Raises as the tier does, and Unsaid."""
         now_s = self._node.clock.monotonic()
         if session.writers == 1 or session.id in self.to_clean or now_s < self._stuck_s.get(session.run, 0.0):
             return
         if len(self._stuck_s) >= RUNS_MAX:
             self._stuck_s.clear()
         self._stuck_s[session.run] = now_s + STUCK_S
-        if not await self.is_left_out(session):
+        try:
+            await self.verdicts.read(session.run)
+        except OF_ONE_OBJECT:
+            return
+        verdict, has_lost = self.verdicts.of(session), self.verdicts.has_lost(session)
+        self._forget_unwatched(session.run)
+        if has_lost:  # they may have left it out by a word that is no more, and would wait for another one for ever
+            await self.verdicts.say(session, True)
+        if verdict is None or verdict.goes:
             return
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(session.run, session.step)
@@ -342,9 +350,12 @@ class Joint:
         except OF_ONE_OBJECT:
             return False
         verdict = self.verdicts.of(session)
-        if session.run not in self._runs:
-            self.verdicts.forget(session.run)
+        self._forget_unwatched(session.run)
         return verdict is not None and not verdict.goes
+
+    def _forget_unwatched(self, run: str) -> None:
+        if run not in self._runs:
+            self.verdicts.forget(run)
 
     def ended(self, session_id: int) -> None:
         """Nothing of it waits for this tier any more."""

@@ -251,8 +251,9 @@ class Passage:
         self.held = contextlib.ExitStack()
         on_tier = shard_key(part.run, part.step, part.session, name)
         encoded = b"" if index is None else index.encoded
-        of = (part.run, part.step, part.session)
-        self.passing = Passing(*key, part.writer, name, on_tier, *of, index=encoded)
+        self.passing = Passing(
+            *key, part.writer, name, on_tier, run=part.run, step=part.step, session=part.session, index=encoded
+        )
         self.note = note_name(PASSING, tier.name, key)
         self._stream = open_stream(tier.tier, on_tier, StreamOptions(size, chunk_size, self._note_upload))
         self._offset = 0

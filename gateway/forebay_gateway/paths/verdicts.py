@@ -42,6 +42,14 @@ class Book:
 
     verdicts: RunVerdicts
     tag: str
+    is_damaged: bool = False
+
+    def has_lost(self, name: Name) -> bool:
+        """Whether nothing stands of this session where something may have stood: nobody can read it, or later ones alone are
+        named."""
+        if self.verdicts.of(name) is not None:
+            return False
+        return self.is_damaged or any(each.step > name[0] for each in self.verdicts.verdicts)
 
 
 def name_of(session: SessionRow) -> Name:
@@ -58,7 +66,7 @@ async def read_book(tier: MonitoredTier, run: str) -> Book:
     verdicts = read_verdicts(document, run)
     if verdicts is None:
         log.warning("a document of verdicts is damaged and made anew tier=%s run=%s", tier.name, run)
-        verdicts = RunVerdicts(run=run)
+        return Book(RunVerdicts(run=run), info.tag, is_damaged=True)
     return Book(verdicts, info.tag)
 
 
@@ -89,6 +97,11 @@ class Verdicts:
         """As it was read last."""
         book = self._books.get(session.run)
         return None if book is None else book.verdicts.of(name_of(session))
+
+    def has_lost(self, session: SessionRow) -> bool:
+        """Whether nothing stands of it where something may have stood, as was read last."""
+        book = self._books.get(session.run)
+        return book is not None and book.has_lost(name_of(session))
 
     def of_run(self, run: str) -> tuple[Verdict, ...]:
         """All, oldest first, as they were read last."""
