@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from catalog.kit import CHUNK_SIZE, begin, commit, dump, entry, put, sealed, verify
 from forebay_gateway.catalog import Catalog, CatalogDamaged, WriteTxn
+from forebay_gateway.catalog.storage import READERS_MAX
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, NotFound
 from forebay_gateway.core.records import SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import ShardState
@@ -53,6 +54,19 @@ async def test_a_shard_is_found_in_its_pack(catalog: Catalog) -> None:
         assert txn.shard_by_name(session.id, NAME) == row and txn.shard_by_name(session.id, "a") is None
         with pytest.raises(NotFound, match="pack"):
             txn.pack_index(plain.row.key)
+
+
+async def test_lists_of_more_packs_than_lmdb_has_readers(catalog: Catalog) -> None:
+    """A list of a checkpoint steps through all of its packs at once, each found by a snapshot of its own that has ended."""
+    session = await begin(catalog)
+    row = await put_pack(catalog, session, "a", "b")
+    lists = []
+    for _ in range(READERS_MAX + 10):
+        with catalog.read() as txn:
+            shards = txn.inside(row)
+            assert next(shards).name == "a"
+        lists.append(shards)
+    assert [shard.name for shards in lists for shard in shards] == ["b"] * len(lists)
 
 
 async def test_names_are_one_space(catalog: Catalog) -> None:

@@ -243,7 +243,7 @@ def test_a_small_run_beside_one_with_ten_times_its_writers_has_its_share(make: M
     the other's ten have; in equal shares it has as much, less what it spends between its saves (much, on a busy machine)."""
     root = tmp_path / "slow"
     root.mkdir()
-    gateway = make(capacity="20MiB", cache_keys=KEYS, tiers=[posix_tier(root, name="slow", bandwidth="3MiB")]).start()
+    gateway = make(capacity="20MiB", cache_keys=KEYS, tiers=[posix_tier(root, name="slow", bandwidth="2MiB")]).start()
     stop = threading.Event()
     taken = {"small": 0, "large": 0}
 
@@ -272,4 +272,4 @@ def test_a_small_run_beside_one_with_ten_times_its_writers_has_its_share(make: M
         stop.set()
         for thread in threads:
             thread.join(60)
-    assert got["small"] >= 0.3 * got["large"], got
+    assert got["small"] >= 0.2 * got["large"], got

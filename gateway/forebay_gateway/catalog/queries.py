@@ -45,6 +45,8 @@ class ReadTxn:
     def end(self, reason: str) -> None:
         """Make every later use raise RuntimeError(reason)."""
         self._ended = reason
+        # LMDB's reader slot is taken until its transaction is freed, and an iterator over a pack keeps this object.
+        self.__dict__.pop("_txn", None)
 
     def _get(self, database: Database, key: bytes) -> bytes | None:
         if self._ended:
