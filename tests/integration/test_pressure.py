@@ -240,10 +240,10 @@ def test_writers_slow_from_the_soft_watermark_on_and_a_drain_that_returns_ends_i
 
 def test_a_small_run_beside_one_with_ten_times_its_writers_has_its_share(make: MakeGateway, tmp_path: Path) -> None:
     """Both would bring far more than drains. First come, first served, the small run's one writer would have a tenth of what
-    the other's ten have; in equal shares it has as much, less what it spends between its saves (much, on a busy machine)."""
+    the other's ten have; in equal shares it has as much, less what it misses between its saves (much, on a busy machine)."""
     root = tmp_path / "slow"
     root.mkdir()
-    gateway = make(capacity="20MiB", cache_keys=KEYS, tiers=[posix_tier(root, name="slow", bandwidth="2MiB")]).start()
+    gateway = make(capacity="20MiB", cache_keys=KEYS, tiers=[posix_tier(root, name="slow", bandwidth="6MiB")]).start()
     stop = threading.Event()
     taken = {"small": 0, "large": 0}
 
@@ -266,7 +266,7 @@ def test_a_small_run_beside_one_with_ten_times_its_writers_has_its_share(make: M
             eventually(lambda: client.pressure().writers_bytes_per_s is not None)
             time.sleep(1.0)
             before = dict(taken)
-            eventually(lambda: taken["large"], lambda count: count >= before["large"] + 20)
+            eventually(lambda: taken["large"], lambda count: count >= before["large"] + 50)
             got = {run: count - before[run] for run, count in taken.items()}
     finally:
         stop.set()
