@@ -37,7 +37,7 @@ class ReadTxn:
     """One snapshot. Rows are immutable and outlive it; iterators do not, and raise RuntimeError when it has ended."""
 
     def __init__(self, txn: Transaction, databases: Databases, tiers: TierNumbers) -> None:
-        self._txn = txn
+        self._open: Transaction | None = txn
         self._db = databases
         self._tiers = tiers
         self._ended = ""
@@ -45,18 +45,20 @@ class ReadTxn:
     def end(self, reason: str) -> None:
         """Make every later use raise RuntimeError(reason)."""
         self._ended = reason
-        # LMDB's reader slot is taken until its transaction is freed, and an iterator over a pack keeps this object.
-        self.__dict__.pop("_txn", None)
+        # LMDB's reader slot is taken until its transaction is freed, and an iterator over a pack keeps this view.
+        self._open = None
+
+    @property
+    def _txn(self) -> Transaction:
+        if self._open is None:
+            raise RuntimeError(self._ended)
+        return self._open
 
     def _get(self, database: Database, key: bytes) -> bytes | None:
-        if self._ended:
-            raise RuntimeError(self._ended)
         return self._txn.get(key, db=database)
 
     def _scan(self, database: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Entries whose key begins with `prefix`, in key order, from `start` on. The database must not change meanwhile."""
-        if self._ended:
-            raise RuntimeError(self._ended)
         with self._txn.cursor(database) as cursor:
             first = prefix if start is None else start
             if not (cursor.set_range(first) if first else cursor.first()):
@@ -284,8 +286,6 @@ class ReadTxn:
 
         Those of a session that `kept` says yes to are passed over, a part at a time.
         """
-        if self._ended:
-            raise RuntimeError(self._ended)
         with self._txn.cursor(self._db.evictable) as cursor:
             there = cursor.first()
             while there:
@@ -312,8 +312,6 @@ class ReadTxn:
 
     def copies_of(self, keys: Iterable[ShardKey]) -> list[dict[str, CopyRow]]:
         """The copies of each of these shards, as copies()."""
-        if self._ended:
-            raise RuntimeError(self._ended)
         name = self._tiers.name
         found = []
         with self._txn.cursor(self._db.copies) as cursor:  # one for all: opening it costs more than the look-up
@@ -458,8 +456,6 @@ class ReadTxn:
             yield key.decode("utf-8"), value
 
     def _entries(self, database: Database) -> int:
-        if self._ended:
-            raise RuntimeError(self._ended)
         return self._txn.stat(database)["entries"]
 
     def _sums(self, database: Database, key: bytes, length: int) -> tuple[int, ...]:

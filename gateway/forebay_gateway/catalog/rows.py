@@ -117,13 +117,9 @@ class RowKeeper(ReadTxn):
     # Writing rows with their indexes and sums.
 
     def _put(self, database: Database, key: bytes, value: bytes) -> None:
-        if self._ended:
-            raise RuntimeError(self._ended)
         self._txn.put(key, value, db=database)
 
     def _delete(self, database: Database, key: bytes) -> None:
-        if self._ended:
-            raise RuntimeError(self._ended)
         self._txn.delete(key, db=database)
 
     def _put_checkpoint(self, row: CheckpointRow) -> None:
