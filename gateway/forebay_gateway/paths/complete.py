@@ -344,8 +344,7 @@ class Completion:
         """
         there, info = await self._read_manifest(key)
         if there is not None and there.session == session.session:
-            ours = await self._node.aside(len(document), lambda: Manifest.from_json(document))
-            if _content(there) != _content(ours):
+            if await self._node.aside(len(document), lambda: _content(there) != _content(Manifest.from_json(document))):
                 raise Corrupt(
                     f"{NEVER_WHOLE}: node {there.node} has completed the same session with other content; "
                     f"jobs need sessions of their own, and ranks their writer numbers session={session.session}"
