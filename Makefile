@@ -51,7 +51,7 @@ soak: $(VENV)/.installed
 	FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(CURDIR)/.bench/soak \
 	  $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 14400 tests/crash tests/faults tests/hostile tests/model tests/integration \
 	  tests/client/test_client_connection.py
-	PYTHONPATH=tests $(BIN)/python tests/hostile/fuzz.py all $(FUZZ_S)
+	FOREBAY_RESULTS=$(CURDIR)/.bench/soak PYTHONPATH=tests $(BIN)/python tests/hostile/fuzz.py all $(FUZZ_S)
 	$(BIN)/python tests/soak/mutations.py --json .bench/soak/mutations.json
 	$(BIN)/python tests/soak/report.py .bench/soak
 

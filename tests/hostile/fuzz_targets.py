@@ -104,6 +104,15 @@ def _documents() -> list[bytes]:
 
 
 DOCUMENTS = _documents()
+# What a damaged input is made from.
+SEEDS = [
+    *DOCUMENTS,
+    frames.encode_put_chunk(5, 6, b"payload"),
+    frames.encode_put_trailer(7, 8),
+    footer.encode(footer.Footer("run", 1, "s", 0, 1, "name", 70_000, 65_536, 5), bytes(8)),
+    b'[node]\nid = "a"\n',
+    b"team/run",
+]
 _ODD: list[Any] = [
     None,
     True,

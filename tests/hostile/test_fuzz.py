@@ -9,20 +9,10 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from forebay_gateway.cache.footer import Footer, encode
-from forebay_wire import frames
-from hostile.fuzz_targets import DOCUMENTS, TARGETS
+from hostile.fuzz_targets import SEEDS, TARGETS
 from hostile.kit import SOAK, report
 
 EXAMPLES = 20_000 if SOAK else 300
-SEEDS = [
-    *DOCUMENTS,
-    frames.encode_put_chunk(5, 6, b"payload"),
-    frames.encode_put_trailer(7, 8),
-    encode(Footer("run", 1, "s", 0, 1, "name", 70_000, 65_536, 5), bytes(8)),
-    b'[node]\nid = "a"\n',
-    b"team/run",
-]
 cases: dict[str, int] = {}
 
 

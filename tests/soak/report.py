@@ -14,17 +14,36 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- figures:begin -->\n", "<!-- figures:end -->"
 HEAD = ["| what | figure |", "|---|---|"]
 Documents = Mapping[str, Mapping[str, Any]]
+# Of each document alone: the same in all, or in a line above.
+UNSHOWN = {"failpoints_known", "soak", "held", "lost_bytes", "leaked_files", "leaked_uploads", "compared_bytes"}
+FAMILIES = ("disk-faults", "failpoints")  # many documents of one kind: one line, of what they come to together
 
 
-def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(what, figure) of every number, flag and list in a document."""
+def shown_briefly(document: Mapping[str, Any]) -> str:
+    """What a document counts, in one line; of lists, how many there are."""
+    known = ((key, value) for key, value in sorted(document.items()) if key not in UNSHOWN and value is not None)
+    return ", ".join(f"{key} {_brief(value)}" for key, value in known)
+
+
+def gathered(documents: Documents) -> Documents:
+    """The documents, those of a family as one: numbers are summed, lists joined."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in documents.items():
+        family = next((family for family in FAMILIES if name.startswith(f"{family}-")), name)
+        known = found.setdefault(family, {})
+        for key, value in each.items():
+            known[key] = known[key] + value if key in known else value
+        if family != name:
+            known["documents"] = known.get("documents", 0) + 1
+    return found
+
+
+def _brief(value: Any) -> str:
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield from rows(f"{name}: {key}" if name else key, item)
-    elif isinstance(value, list):
-        yield name, f"{len(value)}" + (f" ({', '.join(map(str, value[:5]))})" if value else "")
-    elif value is not None:
-        yield name, str(value)
+        return "(" + ", ".join(f"{key} {_brief(item)}" for key, item in value.items()) + ")"
+    if isinstance(value, list):
+        return f"{len(value)}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def summary(documents: Documents) -> Iterator[tuple[str, str]]:
@@ -56,6 +75,14 @@ def summary(documents: Documents) -> Iterator[tuple[str, str]]:
     yield "files looked at for leaks", shown(total("files_looked_at"))
     yield "leaked files", shown(total("leaked_files"))
     yield "leaked uploads", shown(total("leaked_uploads"))
+    removed, survived = total("mutations"), named("survived")
+    noticed = None if removed is None else removed - len(survived)
+    yield "safeguards taken out one at a time, and noticed", f"{shown(removed)}, {shown(noticed)}"
+    yield "inputs that fuzzing made", shown(total("inputs"))
+    yield (
+        "readers of outside bytes that one broke",
+        "not counted" if total("inputs") is None else f"{len(named('broken_targets'))}",
+    )
     broken = sorted(name for name, each in documents.items() if each.get("held", True) is False or each.get("broken"))
     yield "documents of tests that did not hold", f"{len(broken)}" + (f" ({', '.join(broken)})" if broken else "")
 
@@ -65,8 +92,8 @@ def table(folder: Path) -> str:
     documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     lines = [f"Run of {datetime.now(UTC).date().isoformat()}.", "", *HEAD]
     lines += [f"| {what} | {figure} |" for what, figure in summary(documents)]
-    lines += ["", "Each by itself:", "", *HEAD]
-    lines += [f"| {what} | {figure} |" for name, each in documents.items() for what, figure in rows(name, each)]
+    lines += ["", "Each by itself:", "", "| document | what it counted |", "|---|---|"]
+    lines += [f"| {name} | {shown_briefly(each)} |" for name, each in gathered(documents).items()]
     return "\n".join(lines) + "\n"
 
 
