@@ -167,3 +167,14 @@ def assert_clean_log(gateway: GatewayProcess) -> None:
     text = gateway.log.read_text(errors="replace")
     for mark in ("Traceback", "failed unexpectedly", "unexpected failure", "never retrieved"):
         assert mark not in text, f"{mark!r} in the log of gateway {gateway.node}:\n{text[-4000:]}"
+
+
+@pytest.fixture
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails whoever takes the stream lane."""
+
+    def refuse(*arguments: object) -> Any:
+        raise AssertionError("the stream lane was taken")
+
+    monkeypatch.setattr("forebay.lanes.stream._put_shard", refuse)
+    monkeypatch.setattr("forebay.lanes.stream.read_shard", refuse)

@@ -6,15 +6,33 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import forebay
 from forebay.demo.gateways import GatewayProcess
 from forebay.errors import from_detail
+from forebay.lanes.memory import aligned
 from forebay_wire.checksums import crc32c
 from forebay_wire.fd_lane import REPLY, SECRET_BYTES, fd_socket_path
 from forebay_wire.manifest import pack_chunk_crcs
 from forebay_wire.v1 import gateway_pb2 as pb
-from integration.kit import CHUNK, PATIENCE_S, Raw
+from integration.kit import CHUNK, PATIENCE_S, Raw, some_bytes
 
 BLOCK = 4096
+MIB = 1 << 20
+BIG = some_bytes(9 * MIB + 12_345, "fd lane")
+
+
+def in_pages(data: bytes, shift: int = 0) -> memoryview:
+    """The same bytes, `shift` bytes behind the beginning of a page."""
+    view = aligned(len(data) + shift)[shift : shift + len(data)]
+    view[:] = data
+    return view
+
+
+def saved(gateway: GatewayProcess, data: bytes = BIG) -> None:
+    """Complete, and on the tier."""
+    with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s") as part:
+        part.put("x", data)
+        part.commit(wait="pfs", timeout=30)
 
 
 def fd_socket(gateway: GatewayProcess) -> Path:

@@ -23,43 +23,20 @@ from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Una
 from forebay.lanes.memory import aligned
 from forebay.sources import source_of
 from integration.conftest import MakeGateway
-from integration.fd_kit import BLOCK, RawLease, fd_socket
+from integration.fd_kit import BIG, BLOCK, MIB, RawLease, fd_socket, in_pages, saved
 from integration.kit import (
     CHUNK,
     Leftovers,
     Raw,
-    cache_file_of,
     cache_files,
-    eventually,
     files_below,
-    flip_byte,
     held,
     part_ref,
     some_bytes,
 )
 from soak.form import every, some
 
-MIB = 1 << 20
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 12_345)
-BIG = some_bytes(9 * MIB + 12_345, "fd lane")
-
-
-def in_pages(data: bytes, shift: int = 0) -> memoryview:
-    """The same bytes, `shift` bytes behind the beginning of a page."""
-    view = aligned(len(data) + shift)[shift : shift + len(data)]
-    view[:] = data
-    return view
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails whoever takes the stream lane."""
-
-    def refuse(*arguments: object) -> Any:
-        raise AssertionError("the stream lane was taken")
-
-    monkeypatch.setattr("forebay.lanes.stream._put_shard", refuse)
-    monkeypatch.setattr("forebay.lanes.stream.read_shard", refuse)
 
 
 @pytest.fixture
@@ -584,82 +561,6 @@ def test_the_gateways_memory_does_not_see_the_bytes(make: MakeGateway) -> None:
         client.delete("r", 1, force=True)
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------
-
-
-def saved(gateway: GatewayProcess, data: bytes = BIG) -> None:
-    with forebay.Client(gateway.address) as client, client.checkpoint("r", 1, session="s") as part:
-        part.put("x", data)
-        part.commit(wait="pfs", timeout=30)
-
-
-READS: dict[str, Callable[[forebay.Client, Path], bytes]] = {
-    "read": lambda client, _: client.open("r", 1, lane="fd").read("x"),
-    "stream": lambda client, _: b"".join(client.open("r", 1, lane="fd").stream("x")),
-    "readinto": lambda client, _: _into(client, in_pages(bytes(len(BIG)))),
-    "readinto, unaligned": lambda client, _: _into(client, in_pages(bytes(len(BIG)), 16)),
-    "restore_dir": lambda client, out: (client.restore_dir("r", 1, out, lane="fd"), (out / "x").read_bytes())[1],
-}
-
-
-def _into(client: forebay.Client, target: memoryview) -> bytes:
-    client.open("r", 1, lane="fd").readinto("x", target)
-    return bytes(target)
-
-
-@pytest.mark.parametrize("how", READS)
-@pytest.mark.parametrize("offset", some([0, 5 * MIB + 17, len(BIG) - 1], 5 * MIB + 17))
-def test_damage_in_the_cache_is_not_handed_out(make: MakeGateway, tmp_path: Path, how: str, offset: int) -> None:
-    """The bytes come from the tier, and the cache's copy is quarantined: the gateway has seen the damage too."""
-    gateway = make(cache_keys='chunk_size = "64KiB"\nrepair = "ask"').start()
-    saved(gateway)
-    flip_byte(cache_file_of(gateway, BIG), offset)
-    with forebay.Client(gateway.address) as client:
-        assert READS[how](client, tmp_path / "out") == BIG
-        eventually(lambda: client.describe("r", 1).shards[0].state == "quarantined")
-        assert READS[how](client, tmp_path / "out") == BIG
-
-
-@pytest.mark.parametrize("how", some([*READS], "readinto", "restore_dir"))
-def test_what_was_evicted_is_fetched_and_then_read(gateway: GatewayProcess, tmp_path: Path, how: str, no_streams: None) -> None:
-    saved(gateway)
-    gateway.cli("evict", "r", "1", "--yes")
-    assert cache_files(gateway) == []
-    with forebay.Client(gateway.address) as client:
-        assert READS[how](client, tmp_path / "out") == BIG
-    assert len(cache_files(gateway)) == 1
-
-
-def test_a_small_range_of_what_was_evicted_comes_by_stream(gateway: GatewayProcess) -> None:
-    saved(gateway)
-    gateway.cli("evict", "r", "1", "--yes")
-    with forebay.Client(gateway.address) as client:
-        assert client.open("r", 1, lane="fd").read("x", 5, 70) == BIG[5:75]
-        with pytest.raises(ForebayError):
-            client.open("r", 1, source="cache", lane="fd").read("x")
-    assert cache_files(gateway) == []
-
-
-def test_a_file_that_is_read_is_not_evicted(gateway: GatewayProcess) -> None:
-    saved(gateway)
-    with forebay.Client(gateway.address) as client:
-        chunks = client.open("r", 1, lane="fd").stream("x")
-        begun = [next(chunks)]
-        gateway.cli("evict", "r", "1", "--yes")
-        assert len(cache_files(gateway)) == 1
-        assert b"".join([*begun, *chunks]) == BIG
-        eventually(lambda: (gateway.cli("evict", "r", "1", "--yes"), cache_files(gateway))[1] == [])
-
-
-def test_a_gateway_that_is_killed_while_its_file_is_read(gateway: GatewayProcess) -> None:
-    saved(gateway)
-    with forebay.Client(gateway.address) as client:
-        chunks = client.open("r", 1, lane="fd").stream("x")
-        begun = [next(chunks)]
-        gateway.kill()
-        assert b"".join([*begun, *chunks]) == BIG
-
-
 def test_many_at_once(gateway: GatewayProcess) -> None:
     """Threads that save and restore together, each over leases of its own."""
     saved(gateway)  # its mover runs from here on
@@ -688,18 +589,6 @@ def test_many_at_once(gateway: GatewayProcess) -> None:
         assert errors == []
         left.none()
         left.close()
-
-
-def test_what_a_stream_handed_out_is_there_in_a_child(gateway: GatewayProcess) -> None:
-    """Memory that direct reads went into is kept from forks while they last, and no longer."""
-    saved(gateway)
-    with forebay.Client(gateway.address) as client:
-        pieces = list(client.open("r", 1, lane="fd").stream("x"))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if b"".join(pieces) == BIG else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    del pieces
 
 
 @pytest.fixture

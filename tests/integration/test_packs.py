@@ -254,7 +254,7 @@ def test_export_says_what_is_not_there(exported: dict[str, bytes], root: Path, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("what", some(["plain", "packed", "cut", "gone", "manifest"], "packed", "manifest"))
+@pytest.mark.parametrize("what", some(["plain", "packed", "cut", "gone", "manifest"], "plain", "packed", "manifest"))
 def test_export_hands_out_nothing_damaged(what: str, exported: dict[str, bytes], root: Path, tmp_path: Path) -> None:
     base = root / RUN / f"step-{STEP:012d}"
     (pack,) = [path for path in (base / session8("s")).rglob("*.pack") if path.stat().st_size < 1 << 20] or [

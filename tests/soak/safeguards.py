@@ -285,7 +285,7 @@ COMPARISONS = (
         FD_READ,
         "if crc32c(chunk) != self.crcs[offset // self.chunk_size]:",
         "if False:",
-        ("tests/integration/test_fd_lane.py",),
+        ("tests/integration/test_fd_read.py",),
     ),
     Mutation(
         "fd lane: a chunk of a mapping",
@@ -313,7 +313,7 @@ COMPARISONS = (
         FD_READ,
         "if crc32c_of_chunks(crcs, answer.layout.chunk_size, shard.size) != shard.crc32c:",
         "if False:",
-        ("tests/integration/test_fd_lane.py",),
+        ("tests/integration/test_fd_read.py",),
     ),
     Mutation(
         "background: the receipt against the snapshot",
@@ -430,7 +430,7 @@ COMPARISONS = (
         "client/forebay/lanes/fd_read.py",
         "if sums.chunk(index) != self.crcs[index]",
         "if False",
-        ("tests/integration/test_fd_lane.py",),
+        ("tests/integration/test_fd_read.py",),
     ),
 )
 
