@@ -1,6 +1,6 @@
 """What fsck found, mended where it can be: each finding's remedy carried out, one after the other.
 
-Owns which act a kind of finding leads to. Each act looks again before it does anything, is goes on to its end also where
+Owns which act a kind of finding leads to. Each act looks again before it does anything, goes on to its end also where
 the caller goes away, and leaves the finding as it was where it fails; so an interrupted repair is repeated without harm.
 """
 
@@ -108,7 +108,7 @@ class Repairer:
             session, part = txn.session(key.session_id), txn.part(key.session_id, finding.writer)
         if session is None or part is None or part.state is not PartState.COMMITTED:
             return ""
-        document = local_record(self._node, session, part).to_json()
+        document = replace(local_record(self._node, session, part), tiers=session.tiers).to_json()
         write = partial(self._node.cache.write_part, session.id, part.writer, part.commit_seq, document)
 
         def act() -> None:
