@@ -30,6 +30,7 @@ from forebay_gateway.paths.care.rebuild import (
     is_being_rebuilt,
     last_aside,
     rebuild_ended,
+    refuse_newer,
     set_aside,
 )
 from forebay_gateway.paths.commit import CommitPath
@@ -146,6 +147,7 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun:
             return found
         if not found.damage and not force:
             raise InvalidArgument("the catalog can be used, so there is nothing to rebuild; --force rebuilds it all the same")
+        await asyncio.to_thread(refuse_newer, cache)
         if found.damage == CUT_OFF:
             aside = await asyncio.to_thread(last_aside, path)
         else:

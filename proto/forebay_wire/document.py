@@ -27,6 +27,16 @@ class ManifestError(ValueError):
     """A document that is damaged, or of a version this code does not read."""
 
 
+class NewerVersion(ManifestError):
+    """A whole document that a later release wrote: not ours to judge, to drop or to write over."""
+
+
+def what_is_wrong(name: str, error: ManifestError) -> str:
+    """A clause for people on a document that cannot be read: `name` is damaged, or a later release's."""
+    said = "was written by a newer release" if isinstance(error, NewerVersion) else "is damaged"
+    return f"{name} {said}: {error}"
+
+
 def seal(body: dict[str, Any]) -> bytes:
     """The document, its checksum first."""
     content = _canonical(body)
@@ -41,21 +51,28 @@ def open_document(document: bytes, expected_format: str) -> dict[str, Any]:
         raise ManifestError(f"not JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != expected_format:
         raise ManifestError(f"not a {expected_format} document")
-    if body.get("version") != (PACKS_VERSION if _names_packs(body) else FORMAT_VERSION):
+    _check_sum(document, body, expected_format)  # first: a bit that flipped in the version makes no newer document
+    version = body.get("version")
+    if version != (PACKS_VERSION if _names_packs(body) else FORMAT_VERSION):
         reads = f"this release reads {FORMAT_VERSION}, and {PACKS_VERSION} of documents with packs"
-        raise ManifestError(f"{expected_format} version {body.get('version')!r}; {reads}")
+        is_newer = isinstance(version, int) and version > PACKS_VERSION
+        raise (NewerVersion if is_newer else ManifestError)(f"{expected_format} version {version!r}; {reads}")
+    return body
+
+
+def _check_sum(document: bytes, body: dict[str, Any], expected_format: str) -> None:
+    """Takes the checksum out of `body`."""
     expected = body.pop("crc32c", None)
     head = _checksum_head(0)
     as_written = crc32c(memoryview(document)[len(head) :], crc32c(b"{"))
     if document.startswith(_checksum_head(as_written)):
-        return body
+        return
     try:  # white space, or another order of keys
         actual = f"{crc32c(_canonical(body)):08x}"
     except (ValueError, UnicodeEncodeError) as error:
         raise ManifestError(f"{expected_format}: {error}") from error
     if expected != actual:
         raise ManifestError(f"{expected_format}: damaged, its checksum is {actual} and should be {expected}")
-    return body
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

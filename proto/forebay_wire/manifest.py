@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay_wire.document import FORMAT_VERSION, PACKS_VERSION, ManifestError, open_document, seal
+from forebay_wire.document import (
+    FORMAT_VERSION,
+    PACKS_VERSION,
+    ManifestError,
+    NewerVersion,
+    open_document,
+    seal,
+    what_is_wrong,
+)
 from forebay_wire.entries import (
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
@@ -37,12 +45,14 @@ __all__ = [
     "PACKS_VERSION",
     "Manifest",
     "ManifestError",
+    "NewerVersion",
     "PackEntry",
     "PartRecord",
     "ShardEntry",
     "chunk_count",
     "pack_chunk_crcs",
     "unpack_chunk_crcs",
+    "what_is_wrong",
 ]
 
 

@@ -34,6 +34,10 @@ class PackError(ValueError):
     """A head or an index that is damaged, or of a version this code does not read."""
 
 
+class NewerPack(PackError):
+    """A whole one that a later release wrote: not ours to judge."""
+
+
 class PackedShard(NamedTuple):
     """One shard in a pack: where its bytes lie, and what they must be."""
 
@@ -167,12 +171,10 @@ def index_bytes(head: bytes) -> int:
     """From a pack's first HEAD_BYTES: the length of the index that follows. Raises PackError."""
     if len(head) < HEAD_BYTES:
         raise PackError("the pack ends inside its head")
-    magic, version, found = _HEAD.unpack_from(head)
+    magic, _, found = _HEAD.unpack_from(head)
     length = int(found)
     if magic != MAGIC:
         raise PackError("not a pack")
-    if version != VERSION:
-        raise PackError(f"a pack of version {version}; this release reads {VERSION}")
     if not _U32.size < length <= MAX_PACK_BYTES:
         raise PackError("the pack's head has an impossible length")
     return length
@@ -186,6 +188,9 @@ def decode_head(data: bytes, pack_bytes: int) -> PackIndex:
         raise PackError("the pack ends inside its index")
     if _U32.unpack_from(data, _HEAD.size)[0] != crc32c(encoded, crc32c(data[: _HEAD.size])):
         raise PackError("the pack's head or index is damaged")
+    version = int(_HEAD.unpack_from(data)[1])
+    if version != VERSION:  # after its checksum: a bit that flipped here makes no newer pack
+        raise (NewerPack if version > VERSION else PackError)(f"a pack of version {version}; this release reads {VERSION}")
     index = PackIndex(encoded)
     index.check(pack_bytes)
     return index

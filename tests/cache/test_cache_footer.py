@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.disk import CHUNK, SIZES, PlainFile, file_of, footer_of, pieces_of, some_bytes
 from forebay_gateway.cache.footer import BLOCK, Footer, align, decode, disk_size, encode, find_footer
-from forebay_gateway.core.errors import Corrupt
+from forebay_gateway.core.errors import Corrupt, Unsupported
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import pack_chunk_crcs
 
@@ -100,6 +100,19 @@ def test_every_flipped_bit_is_found(plain_file: PlainFile) -> None:
             find_footer(plain_file.descriptor, length)
         plain_file.flip(at, bit)
     assert find_footer(plain_file.descriptor, length)[0] == footer_of(data)
+
+
+def test_only_a_whole_footer_is_a_newer_release_s(plain_file: PlainFile) -> None:
+    """It is not to be taken for a file that nobody was promised; a version that a flipped bit makes is damage."""
+    data = some_bytes(CHUNK + 9)
+    length, at = plain_file.set(file_of(data)), align(len(data))
+    plain_file.flip(at + 8, 1)
+    with pytest.raises(Corrupt):
+        find_footer(plain_file.descriptor, length)
+    body = os.pread(plain_file.descriptor, BLOCK - 4, at)
+    os.pwrite(plain_file.descriptor, crc32c(body).to_bytes(4, "little"), at + BLOCK - 4)
+    with pytest.raises(Unsupported, match="newer release"):
+        find_footer(plain_file.descriptor, length)
 
 
 def test_truncated_or_grown_files_are_not_sealed(plain_file: PlainFile) -> None:

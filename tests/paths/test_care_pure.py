@@ -102,15 +102,16 @@ def record(writer: int = 0) -> PartRecord:
 
 def test_a_part_file_against_the_catalog(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
-    assert "gone" in part_file_problem(path, record())
+    assert "gone" in part_file_problem(path, record())[0]
     path.write_bytes(record().to_json())
-    assert part_file_problem(path, record()) == ""
-    assert "other shards" in part_file_problem(path, record(writer=1))
+    assert part_file_problem(path, record()) == ("", False)
+    assert "other shards" in part_file_problem(path, record(writer=1))[0]
     data = bytearray(record().to_json())
     for at in range(len(data)):  # every single bit counts
         data[at] ^= 1
         path.write_bytes(data)
-        assert part_file_problem(path, record()) != "", at
+        what, newer = part_file_problem(path, record())
+        assert what and not newer, at
         data[at] ^= 1
 
 

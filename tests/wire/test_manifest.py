@@ -13,11 +13,13 @@ from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import (
     Manifest,
     ManifestError,
+    NewerVersion,
     PartRecord,
     ShardEntry,
     chunk_count,
     pack_chunk_crcs,
     unpack_chunk_crcs,
+    what_is_wrong,
 )
 
 CHUNK = 64 << 10
@@ -129,6 +131,20 @@ def test_hostile_documents(document: bytes) -> None:
 def test_another_version_is_named(version: object) -> None:
     with pytest.raises(ManifestError, match=r"version .* this release reads 1"):
         PartRecord.from_json(sealed({**json.loads(PART_DOCUMENT), "version": version}))
+
+
+def test_only_a_whole_document_is_a_newer_release_s() -> None:
+    """A version that flipped bits make is damage, and may be mended; what a newer release wrote is not ours."""
+    for version in (3, 5, 9):  # each one bit away from 1
+        newer = sealed({**json.loads(PART_DOCUMENT), "version": version})
+        with pytest.raises(NewerVersion) as told:
+            PartRecord.from_json(newer)
+        assert "by a newer release" in what_is_wrong("it", told.value)
+        flipped = PART_DOCUMENT.replace(b'"version":1', b'"version":%d' % version)
+        with pytest.raises(ManifestError, match="damaged") as told_of_damage:
+            PartRecord.from_json(flipped)
+        assert not isinstance(told_of_damage.value, NewerVersion)
+        assert what_is_wrong("it", told_of_damage.value).startswith("it is damaged")
 
 
 def test_the_kinds_are_not_mixed_up() -> None:

@@ -13,6 +13,8 @@ from forebay_wire.checksums import crc32c
 from forebay_wire.manifest import Manifest, ManifestError, PackEntry, PartRecord, ShardEntry, pack_chunk_crcs
 from forebay_wire.names import InvalidName, check_shard_name
 from forebay_wire.packs import (
+    VERSION,
+    NewerPack,
     PackedShard,
     PackError,
     PackIndex,
@@ -55,14 +57,26 @@ def test_a_pack_reads_back_from_its_own_bytes(shards: dict[str, bytes]) -> None:
     assert again.size == sum(map(len, shards.values())) and len(again) == len(shards)
 
 
+def test_only_a_whole_head_is_a_newer_release_s() -> None:
+    index, whole = packed({"a": b"x"})
+    head = bytearray(encode_head(index))
+    head[8] = VERSION + 1
+    with pytest.raises(PackError, match="damaged"):
+        decode_head(bytes(head), len(whole))
+    head[16:20] = crc32c(index.encoded, crc32c(bytes(head[:16]))).to_bytes(4, "little")
+    with pytest.raises(NewerPack, match="version 2"):
+        decode_head(bytes(head), len(whole))
+
+
 @given(contents, st.data())
 def test_a_flipped_bit_in_head_or_index_is_found(shards: dict[str, bytes], data: st.DataObject) -> None:
     index, whole = packed(shards)
     head = bytearray(encode_head(index))
     bit = data.draw(st.integers(0, 8 * len(head) - 1))
     head[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(PackError):
+    with pytest.raises(PackError) as told:
         decode_head(bytes(head), len(whole))
+    assert not isinstance(told.value, NewerPack)
 
 
 @given(contents, st.data())

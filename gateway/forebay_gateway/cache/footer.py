@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Protocol
 
-from forebay_gateway.core.errors import Corrupt
+from forebay_gateway.core.errors import Corrupt, Unsupported
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import MAX_CHUNK_SIZE, MIN_CHUNK_SIZE, chunk_count, unpack_chunk_crcs
 
@@ -104,12 +104,14 @@ def encode(footer: Footer, chunk_crcs: bytes) -> bytes:
 
 
 def decode(block: bytes) -> Footer:
-    """The footer in one block; raises Corrupt for anything that is not exactly one of a version this code reads."""
+    """The footer in one block; raises Corrupt for anything that is not exactly one, Unsupported for a newer release's."""
     if len(block) != BLOCK or not block.startswith(MAGIC):
         raise Corrupt("not a footer")
     if _CRC.unpack_from(block, BLOCK - _CRC.size)[0] != crc32c(block[: BLOCK - _CRC.size]):
         raise Corrupt("a footer does not match its checksum")
     _, version, chunk_size, step, writer, writers, size, count, crc, *lengths = _HEAD.unpack_from(block)
+    if version > VERSION:
+        raise Unsupported("its footer was written by a newer release", version=version, this_release_reads=VERSION)
     if version != VERSION:
         raise Corrupt("a footer of another version", version=version, reads=VERSION)
     if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
@@ -132,9 +134,10 @@ def find_footer(descriptor: int, file_size: int) -> tuple[Footer, bytes]:
 
     Tries every table length that fits the file, from the shortest. A block counts as the footer only if its magic and CRC
     hold, the file length that it implies is exact, and the table combines to the shard's CRC: data that looks like a
-    footer lies at the wrong distance from the end. Raises Corrupt where none counts, OSError where the disk fails.
+    footer lies at the wrong distance from the end. Raises Corrupt where none counts, Unsupported where the only one that may is
+    a newer release's, OSError where the disk fails.
     """
-    reason = "no footer"
+    reason, newer = "no footer", None
     if file_size >= BLOCK and file_size % BLOCK == 0:
         table_blocks_max = align(4 * chunk_count(file_size, MIN_CHUNK_SIZE)) // BLOCK
         for table_blocks in range(min(table_blocks_max, file_size // BLOCK - 1) + 1):
@@ -149,6 +152,10 @@ def find_footer(descriptor: int, file_size: int) -> tuple[Footer, bytes]:
                 return footer, _table(footer, _read(descriptor, at + BLOCK, table_blocks * BLOCK))
             except Corrupt as error:
                 reason = str(error)
+            except Unsupported as error:
+                newer = error
+    if newer is not None:
+        raise newer
     raise Corrupt("the file is no sealed shard", length=file_size, because=f"({reason})")
 
 

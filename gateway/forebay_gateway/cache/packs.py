@@ -15,10 +15,20 @@ from forebay_gateway.cache.footer import BLOCK, ShardIdentity, align
 from forebay_gateway.cache.io import IoPool, disk_errors, read_blocks
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.cache.writer import SealedFile, ShardWriter
-from forebay_gateway.core.errors import Corrupt
+from forebay_gateway.core.errors import Corrupt, Unsupported
 from forebay_gateway.core.records import ShardKey
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
-from forebay_wire.packs import HEAD_BYTES, PackedShard, PackError, PackIndex, decode_head, encode_head, head_bytes, index_bytes
+from forebay_wire.packs import (
+    HEAD_BYTES,
+    NewerPack,
+    PackedShard,
+    PackError,
+    PackIndex,
+    decode_head,
+    encode_head,
+    head_bytes,
+    index_bytes,
+)
 
 # A byte of a packed shard is proved by its whole chunk: 4 KiB out of a pack costs a read of this much, from the disk or a tier.
 PACK_CHUNK_SIZE = 256 << 10
@@ -126,9 +136,12 @@ class PackReader:
 
 
 def read_index(descriptor: int, size: int) -> PackIndex:
-    """The index of a pack of `size` bytes from its own file. Blocking; not for O_DIRECT. Raises Corrupt, OSError."""
+    """The index of a pack of `size` bytes from its own file. Blocking; not for O_DIRECT. Raises Corrupt, Unsupported, or
+    OSError."""
     try:
         head = os.pread(descriptor, HEAD_BYTES, 0)
         return decode_head(head + os.pread(descriptor, index_bytes(head), HEAD_BYTES), size)
+    except NewerPack as error:
+        raise Unsupported(f"it was written by a newer release: {error}") from error
     except PackError as error:
         raise Corrupt(f"the pack cannot be read: {error}") from error

@@ -35,7 +35,7 @@ from forebay_gateway.paths.wholeness import NEVER_WHOLE, missing_parts
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError, PartRecord
+from forebay_wire.manifest import Manifest, ManifestError, NewerVersion, PartRecord, what_is_wrong
 from forebay_wire.names import session8
 
 log = logging.getLogger("forebay.complete")
@@ -300,7 +300,7 @@ class Completion:
         try:
             record = await self._node.aside(len(document), lambda: PartRecord.from_json(document))
         except ManifestError as error:
-            raise Corrupt(f"the part record of writer {writer} is damaged: {error}", tier=self._tier.name, key=key) from error
+            raise Corrupt(what_is_wrong(f"the part record of writer {writer}", error), tier=self._tier.name, key=key) from error
         if (record.run, record.step, record.session, record.writers) != (
             session.run,
             session.step,
@@ -391,10 +391,14 @@ class Completion:
         self._runs_noted[run] = None
 
     async def _read_manifest(self, key: str) -> tuple[Manifest | None, ObjectInfo]:
-        """What is there; None for a document that is damaged (it makes nothing complete, and may be replaced)."""
+        """What is there; None for a document that is damaged (it makes nothing complete, and may be replaced).
+
+        Raises Unsupported for a newer release's, which nobody here may replace."""
         document, info = await self._tier.tier.get_small(key)
         try:
             return await self._node.aside(len(document), lambda: Manifest.from_json(document)), info
+        except NewerVersion as error:
+            raise Unsupported(what_is_wrong("the manifest that is there", error), tier=self._tier.name, key=key) from error
         except ManifestError as error:
             log.warning("a manifest is damaged tier=%s key=%s error=%s", self._tier.name, key, error)
             return None, info

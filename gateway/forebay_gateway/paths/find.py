@@ -29,7 +29,7 @@ from forebay_gateway.paths.wholeness import (
     sessions_of,
 )
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError, ShardEntry
+from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, what_is_wrong
 from forebay_wire.names import InvalidName, check_run
 from forebay_wire.packs import PackIndex
 
@@ -124,7 +124,7 @@ class Finder:
         try:
             manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
         except ManifestError as error:
-            raise Corrupt(f"the manifest is damaged: {error}", tier=tier.name, key=key) from error
+            raise Corrupt(what_is_wrong("the manifest", error), tier=tier.name, key=key) from error
         if (manifest.run, manifest.step) != (run, step):
             raise Corrupt("the manifest belongs to another checkpoint", tier=tier.name, key=key)
         session = await self._take(manifest, tier.name)

@@ -30,6 +30,7 @@ from forebay_gateway.core.errors import (
     NotFound,
     StartupError,
     Unavailable,
+    Unsupported,
 )
 from forebay_gateway.core.layout import announce_key, manifest_key, part_key, run_key, verdicts_key
 from forebay_gateway.core.records import PartState, PendingCopy, ShardKey, ShardRow
@@ -45,7 +46,7 @@ from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import pages
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import ManifestError, PartRecord
+from forebay_wire.manifest import ManifestError, NewerVersion, PartRecord, what_is_wrong
 from forebay_wire.packs import PackIndex, is_pack_name
 
 log = logging.getLogger("forebay.recover")
@@ -249,7 +250,7 @@ async def adopt_or_drop(node: Node, file: FoundFile) -> None:
     Raises StartupError where that cannot be told now.
     """
     try:
-        footer, chunks, index = await node.io.run(_read_footer, file.path)
+        footer, chunks, index = await node.io.run(read_footer, file.path)
         await node.catalog.write(partial(_adopt, file, footer, chunks, index), frees=True)  # also with the last blocks
         failpoints.hit("recover.adopted")
         node.budget.adopted(file.size)
@@ -267,15 +268,16 @@ def _unjudged(file: FoundFile, error: Exception) -> Exception:
     """It may have been promised, and nobody can tell now: without it others of its part would be taken for evicted."""
     if is_damage(error):
         return error
+    first = "start the release that wrote it" if isinstance(error, Unsupported) else "mend the disk"
     return StartupError(
         f"a file that the catalog does not know cannot be taken in ({error}); it may hold an acknowledged shard or a commit: "
-        "mend the disk, or move the file away to go on without it, and start again",
+        f"{first}, or move the file away to go on without it, and start again",
         path=file.path,
     )
 
 
-def _read_footer(path: Path) -> tuple[Footer, bytes, PackIndex | None]:
-    """Footer and chunk table; of a pack its index too."""
+def read_footer(path: Path) -> tuple[Footer, bytes, PackIndex | None]:
+    """Footer and chunk table; of a pack its index too. Blocking. Raises Corrupt, Unsupported for a newer release's, OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         footer, chunks = find_footer(descriptor, os.fstat(descriptor).st_size)
@@ -339,6 +341,8 @@ async def _commit_parts(node: Node, files: Sequence[FoundFile]) -> None:
             await node.catalog.write(partial(_commit, node, file, record, new_ids), frees=True)
             failpoints.hit("recover.committed")
             log.info("committed a part again from its file run=%s step=%s writer=%s", record.run, record.step, record.writer)
+        except NewerVersion as error:
+            raise _unjudged(file, Unsupported(what_is_wrong("it", error))) from error
         except (ManifestError, *JUDGEMENTS) as error:
             log.warning("dropped a part file that its shards do not bear out path=%s reason=%s", file.path, error)
             await node.io.run(node.cache.unlink, file.path)

@@ -14,12 +14,13 @@ from forebay_gateway.paths.commit import of_kind, part_record
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.write import PartRef
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError, PartRecord
+from forebay_wire.manifest import Manifest, ManifestError, NewerVersion, PartRecord, what_is_wrong
 
 
 @dataclass(frozen=True, slots=True)
 class BadDocument:
-    """`kind` is "manifest" or "part_record"; `tag` the version that was seen, empty where `absent`."""
+    """`kind` is "manifest" or "part_record"; `tag` the version that was seen, empty where `absent`. `newer`: it is whole, a
+    newer release wrote it, and nothing is to be written over it."""
 
     kind: str
     key: str
@@ -27,6 +28,7 @@ class BadDocument:
     absent: bool
     writer: int = 0
     tag: str = ""
+    newer: bool = False
 
 
 async def check_documents(node: Node, session: SessionRow, tier: MonitoredTier) -> list[BadDocument]:
@@ -57,7 +59,8 @@ async def _check_manifest(session: SessionRow, tier: MonitoredTier) -> BadDocume
     try:
         there = Manifest.from_json(document)
     except ManifestError as error:
-        return BadDocument("manifest", key, f"the manifest is damaged: {error}", absent=False, tag=info.tag)
+        what, newer = what_is_wrong("the manifest", error), isinstance(error, NewerVersion)
+        return BadDocument("manifest", key, what, absent=False, tag=info.tag, newer=newer)
     if (there.run, there.step) != (session.run, session.step):
         return BadDocument("manifest", key, "the manifest belongs to another checkpoint", absent=False, tag=info.tag)
     return None  # where it names a newer session, that one has superseded this
@@ -72,8 +75,8 @@ async def _check_part(node: Node, session: SessionRow, part: PartRow, tier: Moni
     try:
         there = PartRecord.from_json(document)
     except ManifestError as error:
-        what = f"writer {part.writer}'s part record is damaged: {error}"
-        return BadDocument("part_record", key, what, False, part.writer, info.tag)
+        what, newer = what_is_wrong(f"writer {part.writer}'s part record", error), isinstance(error, NewerVersion)
+        return BadDocument("part_record", key, what, False, part.writer, info.tag, newer)
     if not same_part(there, local_record(node, session, part)):
         what = f"writer {part.writer}'s part record names other shards than this node committed"
         return BadDocument("part_record", key, what, False, part.writer, info.tag)

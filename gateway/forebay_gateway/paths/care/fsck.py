@@ -19,7 +19,7 @@ from forebay_gateway.cache.footer import disk_size
 from forebay_gateway.cache.layout import CATALOG, FoundFile
 from forebay_gateway.catalog import CatalogDamaged, ReadTxn, index_problems
 from forebay_gateway.catalog.trial import trial
-from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, PartRow, PartState, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyState, ShardState
@@ -32,7 +32,7 @@ from forebay_gateway.paths.drain import shard_item
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import ManifestError, PartRecord
+from forebay_wire.manifest import ManifestError, NewerVersion, PartRecord, what_is_wrong
 
 LOOK_TWICE_S = 0.5
 ROWS_A_READ = 2000  # in one snapshot, which holds up the event loop
@@ -202,7 +202,7 @@ class Checker:
                 if now is None or now.state not in CACHED or is_going(txn, session):
                     return None
                 return self._on_shard(txn, session, now, "file_damaged", str(error))
-        except Unavailable as error:
+        except (Unavailable, Unsupported) as error:
             return Finding(
                 "file_unreadable", "cache", str(error), name=row.name, run=session.run, step=session.step, key=row.key
             )
@@ -224,17 +224,19 @@ class Checker:
                 parts = [part for part in txn.parts(session.id) if part.state is PartState.COMMITTED and not part.is_adopted]
             for part in parts:
                 path = self._node.cache.part_path(session.id, part.writer, part.commit_seq)
-                problem = await self._node.io.run(partial(part_file_problem, path, local_record(self._node, session, part)))
+                meant = local_record(self._node, session, part)
+                problem, newer = await self._node.io.run(partial(part_file_problem, path, meant))
                 if problem and self._still_committed(session, part):
                     finding = Finding(
                         "part_file",
                         "cache",
                         problem,
+                        Severity.NOTE if newer else Severity.ERROR,
                         run=session.run,
                         step=session.step,
                         session=session.session,
                         path=str(path.relative_to(self._node.cache.path)),
-                        remedy="write it again from the catalog",
+                        remedy="" if newer else "write it again from the catalog",
                         key=ShardKey(session.id, 0),
                         writer=part.writer,
                     )
@@ -317,11 +319,12 @@ class Checker:
                     problem.kind,
                     tier.name,
                     problem.what,
+                    Severity.NOTE if problem.newer else Severity.ERROR,
                     run=session.run,
                     step=session.step,
                     session=session.session,
                     path=problem.key,
-                    remedy="write it again from another tier or the catalog",
+                    remedy="" if problem.newer else "write it again from another tier or the catalog",
                     key=ShardKey(session.id, 0),
                     writer=problem.writer,
                     token=problem.tag,
@@ -427,15 +430,17 @@ def file_problem(row: ShardRow, file: FoundFile | None) -> tuple[str, str] | Non
     return None
 
 
-def part_file_problem(path: Path, meant: PartRecord) -> str:
-    """What is wrong with a part file; empty for a good one. Blocking."""
+def part_file_problem(path: Path, meant: PartRecord) -> tuple[str, bool]:
+    """What is wrong with a part file, empty for a good one; whether a newer release wrote it, which is to stay. Blocking."""
     try:
         found = PartRecord.from_json(path.read_bytes())
     except FileNotFoundError:
-        return "a committed part's file is gone; without it a rebuild of the catalog would not know the commit"
-    except (ManifestError, OSError) as error:
-        return f"a committed part's file is damaged: {error}"
-    return "" if same_part(found, meant) else "a committed part's file names other shards than the catalog"
+        return "a committed part's file is gone; without it a rebuild of the catalog would not know the commit", False
+    except ManifestError as error:
+        return what_is_wrong("a committed part's file", error), isinstance(error, NewerVersion)
+    except OSError as error:
+        return f"a committed part's file cannot be read: {error}", False
+    return "" if same_part(found, meant) else "a committed part's file names other shards than the catalog", False
 
 
 def good_tiers(txn: ReadTxn, row: ShardRow, tiers: Iterable[str] | Mapping[str, MonitoredTier]) -> list[str]:

@@ -18,9 +18,11 @@ from forebay_gateway.base import durable, fatal
 from forebay_gateway.cache.layout import ASIDE_PREFIX, CATALOG, DATA, FATAL, CacheDir
 from forebay_gateway.catalog import Catalog, CatalogDamaged
 from forebay_gateway.catalog.trial import trial
-from forebay_gateway.core.errors import ForebayError, StartupError
+from forebay_gateway.core.errors import ForebayError, StartupError, Unsupported
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.recover import read_footer
+from forebay_wire.manifest import ManifestError, NewerVersion, PartRecord
 
 log = logging.getLogger("forebay.rebuild")
 
@@ -52,6 +54,24 @@ def damage_note(path: Path) -> str:
 def note_damage(path: Path, error: BaseException) -> None:
     """Have the next start look at the catalog as damaged. Blocking."""
     durable.replace_file(path / CATALOG / SUSPECT, f"{error}\n".encode(), SUSPECT)
+
+
+def refuse_newer(cache: CacheDir) -> None:
+    """Before a catalog goes: by files that a newer release wrote none can be made here. Blocking. Raises StartupError."""
+    for file in cache.scan():
+        try:
+            if file.kind == "shard":
+                read_footer(file.path)
+            elif file.kind == "part":
+                PartRecord.from_json(file.path.read_bytes())
+        except (NewerVersion, Unsupported) as error:
+            raise StartupError(
+                f"the catalog cannot be made anew by this release: a file of the cache was written by a newer one, which can "
+                f"({error})",
+                path=file.path,
+            ) from error
+        except (ManifestError, ForebayError, OSError):
+            continue  # what is damaged is judged file by file, once there is a catalog to judge by
 
 
 def set_aside(path: Path, why: str) -> str:
@@ -121,6 +141,7 @@ async def open_catalog(
             f"the catalog cannot be used ({why}), and cache.rebuild is 'ask'; see what would be done with "
             f"`forebay rebuild{config_option(source)}`, and do it with `forebay rebuild{config_option(source)} --apply`"
         ) from cause
+    await asyncio.to_thread(refuse_newer, cache)
     aside = await asyncio.to_thread(set_aside, cache.path, why)
     log.warning("the catalog is rebuilt from the cache's files reason=%s aside=%s", why, aside or "nothing was left")
     return await open_it(), Rebuilt(why, aside)

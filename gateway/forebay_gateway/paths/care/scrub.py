@@ -10,7 +10,7 @@ checksum shows is found by tier_scrub.py, which reads every byte.
 
 import logging
 
-from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable
+from forebay_gateway.core.errors import Corrupt, ForebayError, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.layout import manifest_key
 from forebay_gateway.core.records import CopyRow, PartState, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyState
@@ -95,7 +95,7 @@ class Scrubber(Pass):
                 self.state.bad += 1
                 await self._reads.cache_is_bad(self._item(session, row), error)
             return min(budget, row.size), True
-        except Unavailable as error:
+        except (Unavailable, Unsupported) as error:
             log.warning("scrub cannot read a shard, it goes on behind it name=%s error=%s", row.name, error)
             return 0, True
         self.state.bytes += size

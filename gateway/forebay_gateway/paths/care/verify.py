@@ -100,7 +100,8 @@ class Verifier:
                 problems = []
             for problem in problems:
                 lacks_manifest = lacks_manifest or (problem.kind == "manifest" and problem.absent)
-                yield CopyReport(problem.key.rpartition("/")[2], tier.name, Verdict.BAD, 0, problem.what)
+                verdict = Verdict.UNREACHABLE if problem.newer else Verdict.BAD
+                yield CopyReport(problem.key.rpartition("/")[2], tier.name, verdict, 0, problem.what)
         for row in rows:
             with self._node.catalog.read() as txn:
                 known = _known(txn, row, tier)
