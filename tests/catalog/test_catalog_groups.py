@@ -1,7 +1,10 @@
 """Group commit and the rules around it: who shares a transaction, who is rolled back, who is told what, and when."""
 
 import asyncio
+import contextlib
 import errno
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -398,6 +401,49 @@ async def test_stale_readers_are_looked_for_now_and_then(tmp_path: Path, monkeyp
         await catalog.write(lambda _: None)
         await catalog.write(lambda _: None)
     assert checked == [1]
+
+
+HOLDER = """
+import sys, lmdb
+env = lmdb.open(sys.argv[1], readonly=True, max_dbs=30)
+txn = env.begin()
+print("reading", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that holds a snapshot; killed at the end, where it is not before."""
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "reading\n"
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_a_killed_reader_is_cleared_at_the_start_and_later(tmp_path: Path) -> None:
+    """Its snapshot would keep every page since from being used again. A reader that lives is left alone."""
+    path, clock = tmp_path / "c", FakeClock()
+    async with opened(path) as catalog:
+        await begin(catalog)
+    with reading(path):  # while anybody has it open the table of readers stays
+        with reading(path) as killed:
+            killed.kill()
+            killed.wait()
+        async with opened(path, clock=clock) as catalog:
+            assert catalog.stats()["stale_readers"] == 1
+            with reading(path) as killed:
+                killed.kill()
+                killed.wait()
+            await catalog.write(lambda _: None)
+            assert catalog.stats()["stale_readers"] == 1
+            await clock.advance(env.READER_CHECK_S + 1)
+            await catalog.write(lambda _: None)
+            await catalog.write(lambda _: None)
+            assert catalog.stats()["stale_readers"] == 2
 
 
 async def test_every_rollback_leaves_the_whole_file_as_it_was(catalog: Catalog) -> None:

@@ -384,6 +384,30 @@ async def test_throttling_carries_its_retry_time(proxied: tuple[S3Tier, FaultyPr
     assert seen.value.retry_after_s == 1
 
 
+async def test_no_checksum_goes_out_that_nobody_asked_for(proxied: tuple[S3Tier, FaultyProxy]) -> None:
+    """botocore's own, in trailers too, are refused by stores that know none; the bytes are compared with ours all the same."""
+    tier, proxy = proxied
+    assert tier.capabilities is not None
+    tier.capabilities = dataclasses.replace(tier.capabilities, server_checksum=False, notes={})
+    proxy.headers.clear()
+    small, large = BytesSource(blob(300_001)), BytesSource(blob(6 * MIB), chunk_size=MIB)
+    for key, source in (("small", small), ("large", large)):
+        await tier.put(key, source)
+        await tier.verify(key, source)
+    await tier.put_small("document", b"{}")
+    assert (await tier.get_small("document"))[0] == b"{}"
+    await tier.delete("document")
+    calls = {call for call, _ in proxy.headers}
+    assert calls >= {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "GetObject", "DeleteObject"}
+    for call, headers in proxy.headers:
+        own = [name for name in headers if name.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer"))]
+        asks = call == "HeadObject" or (call == "GetObject" and "Range" not in headers)  # for what the store may know
+        assert own == ["x-amz-checksum-mode"] * asks, (call, own)
+        assert "aws-chunked" not in headers.get("Content-Encoding", ""), call
+    with pytest.raises(Corrupt):
+        await tier.verify("small", BytesSource(blob(300_001, 2)))
+
+
 async def test_bodies_are_signed_only_when_asked(s3_server: SeaweedFS, prefix: str) -> None:
     async with faulty_proxy(s3_server.endpoint) as proxy:
         for signed in (False, True):

@@ -90,6 +90,7 @@ class FaultyProxy:
         self.seen: list[str] = []
         self.calls: list[str] = []
         self.hashes: list[str] = []
+        self.headers: list[tuple[str, Mapping[str, str]]] = []
         self.endpoint = ""
         self._released = asyncio.Event()
         self._site: web.TCPSite | None = None
@@ -123,6 +124,7 @@ class FaultyProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.seen.append(f"{request.method} {request.path_qs}")
         self.calls.append(call_of(request))
+        self.headers.append((self.calls[-1], request.headers))
         self.hashes.append(request.headers.get("x-amz-content-sha256", ""))
         transport = request.transport
         assert isinstance(transport, asyncio.Transport)

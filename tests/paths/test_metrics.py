@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.core.errors import DiskFailed, StartupError
+from forebay_gateway.core.records import UploadRow
 from paths.kit import client_of, serving, tier, until
 
 Figures = dict[tuple[str, ...], float]
@@ -56,6 +57,13 @@ async def test_figures_follow_the_gateway(tmp_path: Path) -> None:
         assert held["forebay_tier_state", "held", "pfs"] == 1
         assert held["forebay_checkpoints", "complete"] == 1
         assert held["forebay_alarms", "warning"] == 1
+        assert held["forebay_open_uploads",] == 0
+        with gateway.node.catalog.read() as txn:
+            (row,) = txn.all_shards()
+        await gateway.node.catalog.write(lambda txn: txn.record_upload(row.key, "pfs", UploadRow("x", "begun")))
+        assert (await scraped(port))["forebay_open_uploads",] == 1
+        await gateway.node.catalog.write(lambda txn: txn.clear_upload(row.key, "pfs"))
+        assert (await scraped(port))["forebay_open_uploads",] == 0
         gateway.node.budget.disk_full("no space is left")
         full = await scraped(port)
         assert full["forebay_cache_disk_full",] == 1

@@ -492,6 +492,71 @@ AGREEMENTS = (
         "if False:",
         ("tests/integration/test_fd_lane.py",),
     ),
+    Mutation(
+        "s3: no checksums of botocore's own on requests",
+        f"{GATEWAY}/tiers/s3/client.py",
+        'request_checksum_calculation="when_required"',
+        'request_checksum_calculation="when_supported"',
+        OF_S3,
+    ),
+    Mutation(
+        "s3: no checksums of botocore's own on answers",
+        f"{GATEWAY}/tiers/s3/client.py",
+        'response_checksum_validation="when_required"',
+        'response_checksum_validation="when_supported"',
+        OF_S3,
+    ),
+    Mutation(
+        "catalog: readers that died before the start",
+        STORAGE,
+        "self.stale_readers = self._env.reader_check()",
+        "self.stale_readers = 0",
+        ("tests/catalog/test_catalog_groups.py",),
+    ),
+    Mutation(
+        "catalog: readers that died since",
+        STORAGE,
+        "self.stale_readers += self._env.reader_check()",
+        "pass",
+        ("tests/catalog/test_catalog_groups.py",),
+    ),
+    Mutation(
+        "versions: a damaged document is no newer release's",
+        DOCUMENT,
+        "    _check_sum(document, body, expected_format)  # first: a bit that flipped in the version makes no newer document\n",
+        '    body.pop("crc32c", None)\n',
+        ("tests/wire/test_manifest.py",),
+    ),
+    Mutation(
+        "versions: a part file of a newer release stays",
+        f"{GATEWAY}/paths/recover.py",
+        """        except NewerVersion as error:
+            raise _unjudged(file, Unsupported(what_is_wrong("it", error))) from error
+""",
+        "",
+        ("tests/paths/test_newer_release.py",),
+    ),
+    Mutation(
+        "versions: a newer release's manifest is not replaced",
+        f"{GATEWAY}/paths/complete.py",
+        "        except NewerVersion as error:",
+        "        except ZeroDivisionError as error:",
+        ("tests/paths/test_newer_release.py",),
+    ),
+    Mutation(
+        "versions: no catalog goes for files that cannot be read",
+        f"{GATEWAY}/offline.py",
+        "        await asyncio.to_thread(refuse_newer, cache)\n",
+        "",
+        ("tests/paths/test_newer_release.py",),
+    ),
+    Mutation(
+        "care: where a part may go, in a part file that is written again",
+        f"{GATEWAY}/paths/care/repair.py",
+        "replace(local_record(self._node, session, part), tiers=session.tiers)",
+        "local_record(self._node, session, part)",
+        ("tests/paths/test_part_files.py",),
+    ),
 )
 
 CONDITIONS = (
