@@ -21,6 +21,7 @@ from forebay_gateway.build import Gateway
 from forebay_gateway.core.config import default_config, load_config, unknown_variables
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, StartupError
+from forebay_gateway.core.exposure import unguarded
 
 log = logging.getLogger("forebay.serve")
 
@@ -62,6 +63,8 @@ async def _serve(config: Config, source: str, config_path: str | None) -> int:
     loop.add_signal_handler(signal.SIGHUP, _reload, gateway)
     keep_loaded()
     log.info("serving node=%s version=%s listen=%s", config.node.id, __version__, ",".join(config.node.listen))
+    if told := unguarded(config.node.listen):
+        log.warning("%s", told)
     running = asyncio.create_task(gateway.run())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)

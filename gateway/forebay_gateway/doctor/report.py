@@ -38,6 +38,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "dirty_pages": ("dirty_bytes", "background_bytes", "flush_s"),
     "tcp": ("sent", "retransmitted", "ratio"),
     "open_files": ("soft", "hard"),
+    "listen": ("ports",),
 }
 
 

@@ -81,7 +81,7 @@ def examine(config: Config, source: str, options: Options, tell: Callable[[str],
     if options.told is not None:
         places[0].checks.append(through_check(options.told))
     checks = [check for place in places for check in place.checks]
-    checks += _node_checks(places, measured[0], tcp, options)
+    checks += [*_node_checks(places, measured[0], tcp, options), node.listen_check(config.node.listen)]
     return Report(source, size, options.nodes, worst(checks), tuple(checks), highest(_carrying(places, measured), size))
 
 
