@@ -289,6 +289,43 @@ def test_config(tmp_path: Path) -> None:
     assert _process(["config", "check", str(tmp_path / "none.toml")]).returncode == 1
 
 
+def test_config_check_looks_at_the_directories_and_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("forebay_gateway.core.config")
+    file, taken = tmp_path / "gateway.toml", tmp_path / "taken"
+    taken.write_text("a file")
+
+    def checked(cache: object, tier: object, keys: str = "", *options: str) -> tuple[int, str]:
+        text = f'[cache]\npath = "{cache}"\n{keys}\n[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tier}"\n'
+        file.write_text(text)
+        code = run(["config", "check", str(file), *options])
+        said = capsys.readouterr()
+        assert (said.err.count("\n"), said.out) == (1, "") if code else not said.err
+        return code, said.err or said.out
+
+    code, said = checked(tmp_path / "cache", tmp_path / "pfs")
+    assert code == 0 and said.startswith(f"{file}: good\n") and f"'forebay doctor' on the node does: --config {file}" in said
+    for cache, tier, keys, words in (
+        (tmp_path / "cache", tmp_path / "pfs", 'capacity = "4000000TB"', "cache.capacity is"),
+        (taken, tmp_path / "pfs", "", f"cache.path {taken} is a file"),
+        (taken / "cache", tmp_path / "pfs", "", f"lies below {taken}, a file"),
+        (tmp_path / "cache", taken, "", f"tier.path of tier 'pfs' {taken} is a file"),
+    ):
+        code, said = checked(cache, tier, keys)
+        assert code == 1 and words in said and f"source={file}" in said
+        assert checked(cache, tier, keys, "--elsewhere")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"gateway.toml", "taken"}
+
+
+def test_config_reload_of_a_bad_file_ends_as_a_check_of_it(
+    memory: MemoryGateway, memory_call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(client: Client) -> None:
+        raise forebay.InvalidArgument("the configuration stays as it is: unknown key cache.capcity")
+
+    monkeypatch.setattr(Client, "reload_config", refuses)
+    assert "unknown key" in memory_call("config", "reload", code=exits.FAILED)
+
+
 def test_without_the_gateways_package_serve_says_what_to_install() -> None:
     code = "import sys; sys.modules['forebay_gateway'] = None; from forebay.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)

@@ -176,6 +176,8 @@ def _say_status(found: Status) -> None:
     cache = found.cache
     share = f"{100 * cache.used_bytes / cache.capacity_bytes:.0f} %" if cache.capacity_bytes else "?"
     full = f"{size_text(cache.used_bytes)} of {size_text(cache.capacity_bytes)} ({share})"
+    if cache.disk_free_bytes is not None and cache.disk_free_bytes < cache.capacity_bytes - cache.used_bytes:
+        full += f", but only {size_text(cache.disk_free_bytes)} free on its disk"
     pressure = f", {found.pressure.reason}" if found.pressure.reason else ""
     say_state(f"cache     {full}, {cache.open_streams} streams open, pressure ", found.pressure.level, pressure)
     say(f"holds     {found.checkpoints_complete} complete, {found.checkpoints_incomplete} incomplete checkpoints")

@@ -26,7 +26,7 @@ from forebay_gateway.core.config_sections import (
     TierConfig,
 )
 from forebay_gateway.core.errors import StartupError
-from forebay_gateway.core.quantities import format_duration, format_size
+from forebay_gateway.core.quantities import format_duration, format_size, parse_duration
 
 ENV_PREFIX = "FOREBAY_"
 # Of clients and of tests; the gateway has one, too.
@@ -106,7 +106,8 @@ class _Reader:
                 raise self.fail(f"section [{section}] is not available in this release")
             if section not in _SECTIONS:
                 near = get_close_matches(section, _SECTIONS, 1, 0.0)
-                raise self.fail(f"unknown section or key {_word(section)} at the top; the nearest known section is [{near[0]}]")
+                known = f"[[{near[0]}]]" if near[0] in _LISTS else f"[{near[0]}]"
+                raise self.fail(f"unknown section or key {_word(section)} at the top; the nearest known section is {known}")
             if section in _LISTS:
                 if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
                     raise self.fail(
@@ -390,6 +391,8 @@ def _toml_value(value: Any, read: str) -> str:
         return _toml_string(value)
     if "size" in read:
         return _toml_string(format_size(value))
+    if read.startswith("duration") and parse_duration(text := format_duration(value)) == value:  # below 1 ns it is not
+        return _toml_string(text)
     return repr(value)
 
 
@@ -426,8 +429,6 @@ def _default_shown(key: Key, default: Any) -> str:
         return f'`"{default}"`'
     if "size" in key.read:
         return f'`"{format_size(default)}"`'
-    if key.read.startswith("duration"):
-        return f'`"{format_duration(default)}"`'
     return f"`{_toml_value(default, key.read)}`"
 
 

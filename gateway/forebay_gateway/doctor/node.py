@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay_gateway.core.exposure import tcp_addresses, unguarded
-from forebay_gateway.doctor.report import NODE, Check, size_text
+from forebay_gateway.core.quantities import size_text
+from forebay_gateway.doctor.report import NODE, Check
 
 SNMP = Path("/proc/net/snmp")
 MEMINFO = Path("/proc/meminfo")
