@@ -56,6 +56,8 @@ def check_cache(cache: CacheConfig) -> int:
     path = Path(cache.path)
     nearest = _nearest("cache.path", path)
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+            raise StartupError(f"cache.path {path} cannot be written: Read-only file system; mount it for writing")
         does = "is not this user's to write" if nearest == path else f"cannot be made: this user may not write in {nearest}"
         raise StartupError(
             f"cache.path {path} {does}; give uid {os.geteuid()} the directory, or set cache.path to one below its own"
