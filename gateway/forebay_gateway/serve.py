@@ -22,21 +22,26 @@ from forebay_gateway.core.config import default_config, load_config, unknown_var
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, StartupError
 from forebay_gateway.core.exposure import unguarded
+from forebay_wire.sockets import may_use_system_socket
 
 log = logging.getLogger("forebay.serve")
 
 
 def read_config(path: str | None) -> tuple[Config, str]:
     """The configuration and where it is from; without a file the embedded default. Raises StartupError."""
+    uid, hostname, may_use_system = os.getuid(), socket.gethostname(), may_use_system_socket()
     if path is None:
-        home = str(Path.home())
-        return default_config(os.environ, os.getuid(), home, socket.gethostname()), "embedded default"
+        try:
+            home = str(Path.home())
+        except RuntimeError as error:  # a container's user that is in no table
+            raise StartupError("this user has no home: set HOME or XDG_STATE_HOME, or give --config") from error
+        return default_config(os.environ, uid, home, hostname, may_use_system), "embedded default"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise StartupError(f"cannot read the configuration {path}: {why}") from error
-    return load_config(text, os.environ, path, uid=os.getuid(), hostname=socket.gethostname()), path
+    return load_config(text, os.environ, path, uid=uid, hostname=hostname, may_use_system=may_use_system), path
 
 
 def main(config_path: str | None) -> int:

@@ -1,6 +1,7 @@
 """The command line: output, exit codes, one clear line for each error."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 import forebay
 from forebay import Client
-from forebay.cli import exits
+from forebay.cli import app, exits
 from forebay.cli.app import run
 from forebay.testing import MemoryGateway
 
@@ -254,6 +255,48 @@ def test_no_gateway_is_told_at_once(tmp_path: Path) -> None:
     assert "forebay serve" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_what_saves_and_restores_waits_for_a_gateway_that_starts(
+    memory_call, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(app.addresses, "await_listener", lambda address, wait_s, tell: waited.append(wait_s))
+    memory_call("status")
+    assert waited == []
+    memory_call("save", str(directory), "--run", "r", "--step", "1")
+    memory_call("restore", "r", str(tmp_path / "out"))
+    memory_call("wait", "r", "1")
+    assert waited == [app.WAIT_FOR_GATEWAY_S] * 3
+
+
+def test_a_gateway_that_does_not_come_is_told_of_after_the_wait(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "WAIT_FOR_GATEWAY_S", 0.2)
+    assert run(["--address", f"{tmp_path}/no.sock", "save", str(directory), "--run", "r", "--step", "1"]) == 5
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no gateway answers" in said and "forebay serve" in said and "waited_s=" in said
+
+
+@pytest.mark.expected_logs("trying again", "a gateway's own record")
+def test_what_the_library_waits_for_is_told_on_standard_error(memory: MemoryGateway, monkeypatch, capsys) -> None:
+    def busy(client: Client) -> None:
+        logging.getLogger("forebay").warning("%s", "trying again for up to 58 s more: there is no socket")
+        logging.getLogger("forebay.serve").warning("a gateway's own record")
+        raise forebay.Unavailable("away")
+
+    monkeypatch.setattr(Client, "status", busy)
+    for _ in range(2):  # one handler, however many commands a process runs
+        assert run(["--address", memory.address, "status"]) == 5
+        assert capsys.readouterr().err == "forebay: trying again for up to 58 s more: there is no socket\nforebay: away\n"
+
+
+def test_a_global_option_after_the_command_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--address", "/run/forebay/gateway.sock"]) == 2
+    assert "it goes before the command, forebay --address ADDRESS ..." in capsys.readouterr().err
+    assert run(["status", "--nonsense"]) == 2
+    assert "before the command" not in capsys.readouterr().err
+
+
 def test_version_and_help() -> None:
     assert _process(["--version"]).stdout == f"forebay {forebay.__version__}\n"
     assert "8 timed out" in _process(["--help"]).stdout
@@ -423,7 +466,8 @@ def test_serve_with_json_logs_one_object_a_line(tmp_path: Path) -> None:
         f'[node]\nid = "n"\nlisten = ["unix://{tmp_path}/s.sock"]\n[cache]\npath = "{tmp_path}/cache"\ncapacity = "1GiB"\n'
         f'[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tmp_path}/pfs"\n'
     )
-    (tmp_path / "pfs").mkdir()
+    for name in ("cache", "pfs"):
+        (tmp_path / name).mkdir()
     command = [*COMMAND, "serve", "--json", "--config", str(tmp_path / "gateway.toml")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

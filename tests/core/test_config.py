@@ -81,6 +81,13 @@ def test_default_socket(env: dict[str, str], uid: int, socket: str) -> None:
     assert config.node.runtime_dir == socket.rsplit("/", 1)[0]
 
 
+def test_the_default_socket_without_a_session_and_without_a_unit() -> None:
+    assert default_config({}, 7, "/h", "n", may_use_system=False).node.listen == ("unix:///tmp/forebay-7/gateway.sock",)
+    assert load_config(MINIMAL, {}, "f", uid=7, hostname="n", may_use_system=False).node.runtime_dir == "/tmp/forebay-7"
+    with_session = load_config(MINIMAL, {"XDG_RUNTIME_DIR": "/r"}, "f", uid=7, hostname="n", may_use_system=False)
+    assert with_session.node.listen == ("unix:///r/forebay/gateway.sock",)
+
+
 def test_embedded_default_lies_below_the_state_home() -> None:
     config = default_config({}, 7, "/home/u", "n")
     assert config.cache.path == "/home/u/.local/state/forebay/cache"
@@ -130,6 +137,7 @@ NODE, CACHE, TIER, LOG = (
         (NODE, 'listen = "unix:///s"', ["node.listen", "a list"]),
         (NODE, 'listen = ["unix:/run/s"]', ['"unix:///run/s"']),
         (NODE, f'listen = ["unix:///{"d" * 120}"]', ["at most 107 bytes"]),
+        (NODE, 'listen = ["/run/s"]', ['"unix:///run/s"']),
         (NODE, 'listen = ["localhost"]', ["host:port", '"127.0.0.1:7400"']),
         (NODE, 'listen = ["localhost:70000"]', ["host:port"]),
         (NODE, 'listen = ["a:1", "a:1"]', ["without duplicates"]),

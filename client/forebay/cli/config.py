@@ -17,6 +17,7 @@ from forebay.cli.exits import UsageError
 from forebay.cli.output import print_json, say
 from forebay.cli.serve import gateway_missing
 from forebay.errors import ForebayError, InvalidArgument
+from forebay_wire.sockets import may_use_system_socket
 
 _UNSET = re.compile(r"^# (\w+) = \(unset\)$", re.MULTILINE)
 _File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The TOML file; none: the default.", show_default=False)]
@@ -113,11 +114,12 @@ def load(file: Path | None) -> Any:
         from forebay_gateway.core.config import ConfigError, default_config, load_config
     except ModuleNotFoundError as error:
         raise gateway_missing(error) from error
+    hostname, may_use_system = socket.gethostname(), may_use_system_socket()
     try:
         if file is None:
-            return default_config(os.environ, os.getuid(), str(Path.home()), socket.gethostname())
+            return default_config(os.environ, os.getuid(), str(Path.home()), hostname, may_use_system)
         text = file.read_text(encoding="utf-8")
-        return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=socket.gethostname())
+        return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=hostname, may_use_system=may_use_system)
     except ConfigError as error:
         raise ForebayError(str(error)) from error
     except OSError as error:

@@ -50,7 +50,7 @@ def save(
     through (the tier that shards went through to since the cache's disk fails; "" for none).
     """
     left = f"unless it was committed already, nothing of it stays; `forebay info {run} {step}` tells"
-    with on_interrupt(left), client() as gateway:
+    with on_interrupt(left), client(patient=True) as gateway:
         summary = gateway.save_dir(
             directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout, final=final
         )
@@ -71,7 +71,7 @@ def restore(
     Files appear under their names only once all are whole. JSON keys: run, step, session, shards, size, path, elapsed_s.
     """
     step, directory = _step_and_directory("restore", arguments)
-    with on_interrupt(_HALF.format(directory)), client() as gateway:
+    with on_interrupt(_HALF.format(directory)), client(patient=True) as gateway:
         summary = gateway.restore_dir(run, step, directory, source=source, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "restored")
     return 0
@@ -98,7 +98,7 @@ def export(
         with on_interrupt(_HALF.format(directory)):
             summary = export_dir(root, run, step, directory, streams=streams, durable=durable)
     else:
-        with on_interrupt(_HALF.format(directory)), client() as gateway:
+        with on_interrupt(_HALF.format(directory)), client(patient=True) as gateway:
             summary = gateway.restore_dir(run, step, directory, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "exported")
     return 0

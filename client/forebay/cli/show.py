@@ -263,7 +263,7 @@ def wait(
     JSON keys: reached, bytes_done, bytes_total, missing, reason.
     """
     left = f"only the waiting ended, {run}/{step} goes on to {level} by itself"
-    with on_interrupt(left), client() as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
+    with on_interrupt(left), client(patient=True) as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
         done_bytes = 0
 
         def progress(seen: WaitProgress) -> None:

@@ -131,6 +131,8 @@ def _listen(value: Any, key: Key) -> tuple[str, ...]:
             raise BadValue(
                 "made of unix:///path and host:port entries", f'"unix:///{address.removeprefix("unix:").lstrip("/")}"'
             )
+        elif address.startswith("/"):
+            raise BadValue("made of unix:///path and host:port entries", f'"unix://{address}"')
         elif _port_problem(address):
             raise BadValue("made of unix:///path and host:port entries", '"127.0.0.1:7400"')
     if len(set(addresses)) != len(addresses):
