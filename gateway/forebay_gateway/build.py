@@ -313,6 +313,11 @@ class Gateway:
         if found is not None:
             self._sockets.append(found)
 
+    @property
+    def open_streams(self) -> int:
+        """Shards that are received now."""
+        return 0 if self._writes is None else self._writes.open_streams
+
     async def run(self) -> None:
         """Until stop(), or until a background task or the catalog fails: then that error is raised."""
         working = asyncio.ensure_future(self._crew.run_until_failure())
@@ -385,7 +390,6 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         if not catalog_failed.done():
             catalog_failed.set_result(error)
 
-    path = Path(config.cache.path)
     cache, capacity = await asyncio.to_thread(open_cache, config)
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
@@ -411,7 +415,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         tier.held = tier.name in held
         tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
-    setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
+    setup = Setup("", config.cache.path, config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = budget_of(config, catalog, tiers, capacity, used, clock)
     node = Node(
         id=config.node.id,

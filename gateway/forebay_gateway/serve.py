@@ -54,7 +54,8 @@ def main(config_path: str | None) -> int:
         keep_freed_memory()
         return uvloop.run(_serve(config, source, config_path))
     except (ForebayError, OSError) as error:  # of the start: what fails later is told by its worker
-        print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"forebay serve: {said}", file=sys.stderr)  # noqa: T201
         return 1
 
 
@@ -74,7 +75,8 @@ async def _serve(config: Config, source: str, config_path: str | None) -> int:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     failed = running.done() and running.exception() is not None
-    log.info("stopping; streams under way may finish for %s s", config.node.drain_timeout)
+    left = gateway.open_streams
+    log.info("stopping%s", f"; streams under way ({left}) have {config.node.drain_timeout:g} s to finish" if left else "")
     await gateway.stop(0.5 if failed else config.node.drain_timeout)
     stopping.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -83,6 +85,7 @@ async def _serve(config: Config, source: str, config_path: str | None) -> int:
         log.critical("ended by a failure", exc_info=running.exception())
         return 1
     await running
+    log.info("stopped")
     return 0
 
 

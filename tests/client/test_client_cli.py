@@ -1,5 +1,6 @@
 """The command line: output, exit codes, one clear line for each error."""
 
+import errno
 import json
 import logging
 import os
@@ -14,9 +15,12 @@ import pytest
 
 import forebay
 from forebay import Client
-from forebay.cli import app, exits
+from forebay.cli import app, exits, show
 from forebay.cli.app import run
+from forebay.convert import record
 from forebay.testing import MemoryGateway
+from forebay.types import Status
+from forebay_wire.v1 import admin_pb2
 
 COMMAND = [sys.executable, "-c", "from forebay.cli import main; main()"]
 
@@ -84,6 +88,9 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     assert [item["name"] for item in shards] == ["big", "sub/small"] and shards[0]["copies"] == {"pfs": "verified"}
     info = json.loads(call("info", "t/r", "5", "--json"))
     assert info["state"] == "complete" and len(info["shards"]) == 2 and info["session"] == saved["session"]
+    assert call("info", "t/r", "latest") == call("info", "t/r", "5")
+    assert "a step is a number or 'latest', not 'newest'" in call("info", "t/r", "newest", code=2)
+    assert "no complete checkpoint" in call("info", "t/none", "latest", code=3)
     assert "pfs" in call("info", "t/r", "5") and "crc32c" in call("info", "t/r", "5", "sub/small")
     for number, words in enumerate((["t/r"], ["t/r", "5"], ["t/r", "latest"], ["t/r", "5", "--from", "pfs", "--durable"])):
         target = tmp_path / f"out{number}"
@@ -116,7 +123,8 @@ def test_writers_share_a_session(call, directory: Path, monkeypatch: pytest.Monk
     for name in ("FOREBAY_SESSION", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     both = ["--run", "r", "--step", "1", "--writers", "2"]
-    assert "FOREBAY_SESSION" in call("save", str(directory / "sub"), *both, code=2)
+    said = call("save", str(directory / "sub"), *both, code=2)
+    assert "give --session, or set FOREBAY_SESSION" in said and "session=" not in said
     out = call("save", str(directory / "sub"), *both, "--writer", "1", "--session", "s")
     assert "still missing" in out
     assert "writer 0" in call("info", "r", "1")
@@ -295,6 +303,40 @@ def test_a_global_option_after_the_command_is_told_where_it_goes(capsys: pytest.
     assert "it goes before the command, forebay --address ADDRESS ..." in capsys.readouterr().err
     assert run(["status", "--nonsense"]) == 2
     assert "before the command" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), exits.DENIED, "/a/b: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), exits.FAILED, "No space left on device"),
+        (
+            OSError(errno.EXDEV, "Invalid cross-device link", b"/a", None, "/b"),
+            exits.FAILED,
+            "/a -> /b: Invalid cross-device link",
+        ),
+        (OSError("in words"), exits.FAILED, "in words"),
+    ],
+)
+def test_what_the_system_refuses_is_told_in_words(error: OSError, code: int, said: str, capsys) -> None:
+    def fails() -> None:
+        raise error
+
+    assert exits.guarded(fails) == code
+    assert capsys.readouterr().err == f"forebay: {said}\n"
+
+
+def test_status_says_a_tiers_error_once(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "NoSuchBucket: the bucket is not there endpoint=http://s3.example.com"
+    tier = admin_pb2.TierStatus(name="object", kind="s3", state="away", reason=why, required=True)
+    status = admin_pb2.Status(node="n", health="critical", tiers=[tier])
+    status.alarms.add(severity="critical", what=f"tier object is away, 2 copies wait: {why}", todo="bring the tier back")
+    show._say_status(record(status, Status))
+    shown = capsys.readouterr().out
+    assert shown.count("NoSuchBucket") == 1 and "stuck     tier object is away\n" in shown
+    status.ClearField("alarms")  # of a tier that nothing was found wrong with yet
+    show._say_status(record(status, Status))
+    assert f"stuck     tier object is away: {why}\n" in capsys.readouterr().out
 
 
 def test_version_and_help() -> None:

@@ -116,7 +116,9 @@ def test_a_cache_that_was_made_is_told_once(make: MakeGateway) -> None:
     for _ in range(2):
         gateway.start()
         gateway.terminate()
-    assert gateway.log.read_text().count("the cache's directory was not there, and was made") == 1
+    log = gateway.log.read_text()
+    assert log.count("the cache's directory was not there, and was made") == 1
+    assert log.count("forebay.serve stopping\n") == log.count("forebay.serve stopped\n") == 2  # with nothing under way
 
 
 # -- object stores that do not let us in: the gateway starts, and saves -----------------------------------------------------

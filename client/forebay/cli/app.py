@@ -33,6 +33,9 @@ _chosen: dict[str, str | None] = {"address": None}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named above are stable.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, such as team-a/llama.", show_default=False)]
+StepOrLatest = Annotated[
+    str, typer.Argument(metavar="STEP|latest", help="The step, or the newest complete one.", show_default=False)
+]
 StepNumber = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.", show_default=False)]
 
 
@@ -68,6 +71,13 @@ def _tell_what_is_waited_for() -> None:
         handler = _OnStandardError(logging.WARNING)
         handler.name = log.name
         log.addHandler(handler)
+
+
+def step_or_latest(command: str, text: str) -> int | str:
+    """A step as it was given. Raises UsageError for what is none."""
+    if text != "latest" and not (text.isascii() and text.isdigit()):
+        raise exits.UsageError(f"{command}: a step is a number or 'latest', not {text!r}")
+    return text if text == "latest" else int(text)
 
 
 def chosen_address() -> str | None:
