@@ -10,7 +10,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from forebay.cancel import Cancelled, Scope
 from forebay.errors import ForebayError, InvalidArgument, os_text
+from forebay.pending import finished
 from forebay.types import Shard
 from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
 from forebay_wire.names import InvalidName, check_shard_name, file_and_directory, is_commit_last
@@ -119,8 +120,8 @@ def in_parallel(act: Callable[[_Item], object], items: Iterable[_Item], streams:
         whole = False
         try:  # an interrupt may come at any of these lines, and a pool that is left waits for its workers
             workers = [pool.submit(copy_context().run, work) for _ in range(streams)]
-            _, left = wait(workers, return_when=FIRST_EXCEPTION)
-            whole = not left and all(worker.exception() is None for worker in workers)
+            finished(workers, None)
+            whole = all(worker.done() and worker.exception() is None for worker in workers)
         finally:
             if not whole:
                 scope.cancel()

@@ -13,7 +13,8 @@ from forebay import cancel
 from forebay.errors import DeadlineExceeded, InvalidArgument
 from forebay.types import Receipt
 
-_LOOK_S = 0.1  # how soon a cancelled scope is noticed
+# How soon a cancelled scope is noticed, and a signal that another thread was given: that wakes no lock the main one waits for.
+_LOOK_S = 0.1
 
 _Value = TypeVar("_Value")
 
@@ -52,9 +53,7 @@ def finished(futures: "Collection[Future[_Value]]", timeout_s: float | None, *, 
     while True:
         cancel.check()
         remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        slice_s = remaining_s
-        if cancel.in_scope():
-            slice_s = _LOOK_S if remaining_s is None else min(_LOOK_S, remaining_s)
+        slice_s = _LOOK_S if remaining_s is None else min(_LOOK_S, remaining_s)
         done, left = wait(futures, slice_s, return_when=when)
         if not left or (when == FIRST_COMPLETED and done) or (when == FIRST_EXCEPTION and any(map(_failed, done))):
             return True

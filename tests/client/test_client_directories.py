@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -210,3 +212,33 @@ def test_an_interrupt_while_workers_start_ends_them(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         in_parallel(act, [1, 2, 3], 3)
     assert ended.is_set()
+
+
+def test_a_signal_that_another_thread_was_given_ends_it_too() -> None:
+    """The kernel may choose any thread, and then nothing wakes the main one: it has to look."""
+    code = """
+import signal, sys, threading, time
+from forebay import cancel
+from forebay.directories import in_parallel
+
+def waits_for_futures(frame):
+    return frame is not None and (frame.f_code.co_filename.endswith("futures/_base.py") or waits_for_futures(frame.f_back))
+
+def act(item):
+    while not waits_for_futures(sys._current_frames()[threading.main_thread().ident]):
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    try:
+        cancel.sleep(20)
+        print("slept")
+    except cancel.Cancelled:
+        print("ended")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    in_parallel(act, [1], 1)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert ran.stdout == "ended\ninterrupted\n"

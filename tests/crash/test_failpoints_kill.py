@@ -33,6 +33,7 @@ FRESH = [
     "durable.before_dir_fsync",
     "durable.before_link",
     "posix.document_replaced",
+    "catalog.noted",
 ]
 # Of points that lie on several ways, later passes too: a tier's documents, then part files.
 LATER = [f"durable.before_fsync={count}" for count in (5, 6, 7)]
@@ -50,6 +51,7 @@ LEFT = {
 }
 # Points that no life passes by itself, and the tests that do.
 ELSEWHERE = {
+    "catalog.noted": "crash/test_failpoints_kill.py",
     "delete.superseded_marked": "integration/test_care_interrupts.py",
     "durable.before_link": "crash/test_failpoints_kill.py",
     **dict.fromkeys(
@@ -70,6 +72,8 @@ ELSEWHERE = {
     "leavings.shards_gone": "integration/test_joint_drain.py",
     "mend.fetched": "integration/test_care_interrupts.py",
     "posix.document_replaced": "integration/test_care_interrupts.py",
+    "posix.lock_taken_over": "integration/test_care_interrupts.py",
+    "rebuild.set_aside": "integration/test_care_interrupts.py",
     "recover.lost": "crash/test_failpoints_kill.py",
     "release.before_unlink": "integration/test_care_interrupts.py",
     "release.object_gone": "integration/test_care_interrupts.py",

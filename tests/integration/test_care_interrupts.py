@@ -15,9 +15,10 @@ import pytest
 
 import forebay
 from forebay.demo.gateways import FOREBAY, GatewayProcess
+from forebay_gateway.tiers.posix.lock import lock_path
 from integration.conftest import MakeGateway
 from integration.kit import SMALL_CHUNKS, Job, assert_refused, cache_file_of, cache_files, eventually, flip_byte
-from soak.figures import failpoints, reported
+from soak.figures import died, failpoints, reported
 from soak.form import every, some
 
 NAME = "rank0/model.bin"
@@ -206,6 +207,7 @@ BETWEEN = {
     "release.object_gone": ("copy", release_command),
     "posix.document_replaced": ("manifest", repair_command),
     "repair.document_written": ("manifest", repair_command),
+    "posix.lock_taken_over": ("manifest", repair_command),
     "release.before_unlink": ("cache", release_command),
 }
 
@@ -226,6 +228,8 @@ def test_a_kill_between_two_acts_of_a_command(make: MakeGateway, root: Path, tmp
                 "manifest": root / job.directory / "manifest.json",
             }
             flip_byte(damaged[where], 9)
+            if name == "posix.lock_taken_over":
+                leave_lock(root / job.directory / "manifest.json")
             second = "2*" if name == "posix.document_replaced" else ""  # the tier's trial at the start is the first
             gateway.start(failpoints=f"{name}={second}kill")
             told = gateway.cli(*command(gateway, job), check=False)
@@ -241,6 +245,13 @@ def test_a_kill_between_two_acts_of_a_command(make: MakeGateway, root: Path, tmp
                 check_lock_goes(gateway, root / job.directory)
             gateway.terminate()
             counted["crash_rounds"] += 1
+
+
+def leave_lock(document: Path) -> None:
+    """Of a node that died with it an hour ago."""
+    path = lock_path(document)
+    path.write_text(json.dumps({"owner": "gone:1", "token": "0123456789abcdef", "ttl_s": 2.0, "expires": 0}))
+    os.utime(path, (time.time() - 3600,) * 2)
 
 
 def check_lock_goes(gateway: GatewayProcess, step: Path) -> None:
@@ -328,6 +339,7 @@ def test_a_rebuild_that_is_interrupted_before_it_began_changed_nothing(lost: tup
 
 
 MOMENTS = (
+    "rebuild.set_aside=kill",
     "durable.before_rename=kill",
     "catalog.before_commit=1*kill",
     "catalog.after_commit=2*kill",
@@ -347,6 +359,7 @@ def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_
     gateway, job = lost
     with failing(gateway, failpoint):
         assert rebuild(gateway, "--force").returncode == -9
+    name = failpoint.partition("=")[0]
     if by == "a start":
         gateway.start()
         assert [alarm for alarm in gateway.status()["alarms"] if "rebuilt" in alarm["what"]]
@@ -356,11 +369,13 @@ def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_
     else:
         assert rebuild(gateway).returncode == 0
         check_rebuilt(gateway, job, tmp_path / "restored")
+        died(f"rebuild-{MOMENTS.index(failpoint)}-{by}", name)
         return
     assert_refused(rebuild(gateway), 2, "can be used")
     gateway.start()
     job.assert_restores(gateway, tmp_path / "restored", source="cache")
     assert gateway.cli("fsck", "--deep", check=False).returncode == 0
+    died(f"rebuild-{MOMENTS.index(failpoint)}-{by}", name)
 
 
 def test_two_rebuilds_at_once(lost: tuple[GatewayProcess, Job], tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ SYNCS = (
     Mutation(
         "cache: a session's directory gone",
         LAYOUT,
-        "                return\n            durable.sync_dir(path.parent)",
-        "                return",
+        'gone")\n            durable.sync_dir(path.parent)',
+        'gone")',
         ACTS,
     ),
     Mutation("cache: files gone", LAYOUT, "durable.sync_dir(directory)", "pass", ACTS),

@@ -197,6 +197,7 @@ class CacheDir:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 return
+            failpoints.hit("cache.session_dir_gone")
             durable.sync_dir(path.parent)
 
     def write_part(self, session_id: int, writer: int, commit_seq: int, document: bytes) -> None:

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import lmdb
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.durable import sync_dir
 from forebay_gateway.base.heap import unmap_resident
 from forebay_gateway.catalog import pages, schema
@@ -345,6 +346,7 @@ def _check_data_file(data: Path, created: bool) -> None:
 def _note_created(path: Path, owner: int, node: str) -> None:
     """From now on a missing or empty data file is damage, and never a new catalog."""
     os.pwrite(owner, node.encode("utf-8") + b"\n", 0)
+    failpoints.hit("catalog.noted")
     os.fsync(owner)
     sync_dir(path)
     sync_dir(path.parent)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay_gateway.base import durable, fatal
+from forebay_gateway.base import durable, failpoints, fatal
 from forebay_gateway.cache.layout import ASIDE_PREFIX, CATALOG, DATA, FATAL, CacheDir
 from forebay_gateway.catalog import Catalog, CatalogDamaged
 from forebay_gateway.catalog.trial import trial
@@ -81,6 +81,7 @@ def set_aside(path: Path, why: str) -> str:
     if not _is_bare(catalog):
         aside = f"{ASIDE_PREFIX}{max(_asides(path), default=0) + 1}"
         catalog.rename(path / aside)
+        failpoints.hit("rebuild.set_aside")
     catalog.mkdir(exist_ok=True)
     durable.sync_dir(path)
     durable.replace_file(catalog / UNFINISHED, f"{why}\n".encode(), UNFINISHED)

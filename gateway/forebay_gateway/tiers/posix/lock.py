@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.durable import TEMP_PREFIX, sync_dir
 
@@ -136,6 +137,7 @@ class _Attempt:
                 claim.unlink(missing_ok=True)
                 return False
             os.replace(claim, path)
+            failpoints.hit("posix.lock_taken_over")
             sync_dir(path.parent)
             return True
         except FileNotFoundError:

@@ -208,6 +208,7 @@ class PosixTier(Documents):
         with contextlib.suppress(OSError):  # ENOTEMPTY, or another's rmdir came first
             while directory != self.root:
                 self._clear_last_locks(directory)
+                failpoints.hit("posix.before_rmdir")
                 directory.rmdir()
                 directory = directory.parent
 
