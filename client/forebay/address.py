@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay import cancel
 from forebay.errors import ForebayError, InvalidArgument, PermissionDenied, Unavailable
 from forebay_wire.sockets import SYSTEM_SOCKET, fallback_socket, not_private, session_socket
 
@@ -21,6 +22,7 @@ ENVIRONMENT = "FOREBAY_ADDRESS"
 CONNECT_TIMEOUT_S = 3.0
 TELL_AFTER_S = 2.0  # people wonder by then what it waits for
 _LOOK_AGAIN_S = 0.1
+_SETTLE_S = 0.3  # a gateway that starts opens its socket to its group only once it is there
 _ADVICE = f"start one with 'forebay serve', or set {ENVIRONMENT}"
 
 
@@ -119,9 +121,22 @@ def _error(what: str, problems: list[Problem]) -> ForebayError:
     return Unavailable(f"{what} ({'; '.join(map(str, problems))}): {_ADVICE}")
 
 
+def _settled(look: Callable[[str], Problem | None], target: str) -> Problem | None:
+    """What `look` finds; that this user is denied only if it still holds a moment later."""
+    found = look(target)
+    if found is None or not found.denied:
+        return found
+    cancel.sleep(_SETTLE_S)
+    return look(target)
+
+
 def hint(target: str) -> Problem | None:
     """What can be seen of the socket without a connection, for a call that could not reach `target`: it is not there, or not
     for this user. None where that is not why."""
+    return _settled(_hint, target)
+
+
+def _hint(target: str) -> Problem | None:
     if not target.startswith("unix:"):
         return None
     path = target.removeprefix("unix:")
@@ -136,6 +151,10 @@ def hint(target: str) -> Problem | None:
 
 def problem(target: str) -> Problem | None:
     """Why nobody can be reached there, None where somebody can."""
+    return _settled(_problem, target)
+
+
+def _problem(target: str) -> Problem | None:
     path = target.removeprefix("unix:")
     try:
         if target.startswith("unix:"):

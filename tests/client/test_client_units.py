@@ -106,6 +106,22 @@ def test_a_socket_of_others_is_denied_at_once() -> None:
                 part.put("x", bytes(2 << 20))
 
 
+def test_a_socket_that_is_about_to_be_opened_to_its_group_is_not_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that starts again makes its socket first, and sets its mode then."""
+    with closed_socket() as path:
+
+        def opens(delay_s: float) -> None:
+            me = os.geteuid()
+            os.seteuid(os.getuid())
+            Path(path).chmod(0o666)
+            os.seteuid(me)
+
+        monkeypatch.setattr(address.cancel, "sleep", opens)
+        assert address.hint(f"unix:{path}") is None
+    with closed_socket() as path:
+        assert address.problem(f"unix:{path}") is None
+
+
 def test_the_default_socket_of_others_is_denied_with_what_else_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     with closed_socket() as path:
         monkeypatch.setattr(address, "SYSTEM_SOCKET", path)
