@@ -244,7 +244,8 @@ class RestoreSummary:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """The gateway's cache. `dirty_bytes` are not yet verified on every required tier."""
+    """The gateway's cache. `dirty_bytes` are not yet verified on every required tier; `disk_free_bytes` may be fewer than the
+    capacity leaves, None where the disk does not say."""
 
     path: str
     capacity_bytes: int
@@ -255,6 +256,7 @@ class CacheStatus:
     file_system: str
     open_streams: int
     oldest_dirty_s: float
+    disk_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
