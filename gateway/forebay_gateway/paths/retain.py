@@ -22,7 +22,7 @@ from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths import marks
 from forebay_gateway.paths.announce import own_writers, withdraw
-from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.find import Finder, Gone
 from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import FILES, Node
 from forebay_gateway.paths.pages import all_shards, pages
@@ -155,6 +155,8 @@ class Retention:
         reason: ForebayError | None = None
         try:
             await self._finder.complete(run, step)
+        except Gone as error:  # by another node, from the tiers
+            reason = error
         except NotFound as error:
             with self._node.catalog.read() as txn:
                 row = txn.checkpoint(run, step)
