@@ -111,8 +111,9 @@ class CommitReceipt:
 class Level:
     """How far a checkpoint is at "cache" or at a tier.
 
-    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by retention), "skipped" (a
-    newer checkpoint goes in its place) or "excluded" (its run does not go there); `reason` says why.
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by retention), "gone" (it
+    was complete there, and another node may have deleted it), "skipped" (a newer checkpoint goes in its place) or "excluded"
+    (its run does not go there); `reason` says why.
     """
 
     level: str
