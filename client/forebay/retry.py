@@ -95,7 +95,7 @@ class Attempts:
         self._failures += 1
         if waited_s >= limit_s:
             raise error.extended(f"waited_s={waited_s:.1f} attempts={self._failures}") if self._failures > 1 else error
-        if not full and waited_s >= TELL_AFTER_S:
+        if not full and waited_s >= TELL_AFTER_S <= limit_s - waited_s:  # one that is about to end tells itself
             _teller.tell(now_s, f"trying again for up to {limit_s - waited_s:.0f} s more: {error.message}")
         self._sleep(min(self._delay_s(error), limit_s - waited_s))
 

@@ -234,6 +234,10 @@ def test_a_short_wait_and_a_full_cache_are_not_told_of(monkeypatch: pytest.Monke
     attempts, _ = _attempts(RetryPolicy(60, 20))
     for _ in range(4):  # 1.5 s
         attempts.pause(forebay.Unavailable("away"))
+    ending, _ = _attempts(RetryPolicy(60, 3))
+    with pytest.raises(forebay.Unavailable):
+        while True:
+            ending.pause(forebay.Unavailable("away"))
     with pytest.raises(forebay.CacheFull):
         while True:
             attempts.pause(forebay.CacheFull("full"))
