@@ -12,10 +12,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := proto/forebay_wire/v1/gateway.proto proto/forebay_wire/v1/admin.proto
 
+# The oldest that will do, as pyproject.toml says it.
+PYTHON_MIN := $(shell sed -n 's/^requires-python = ">=\([0-9.]*\)"$$/\1/p' pyproject.toml)
+IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(PYTHON_MIN)".split("."))))'
+
 .PHONY: demo test test-hosts test-matrix lint bench soak protos docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test ! -x $(BIN)/python || $(BIN)/python $(IS_NEW_ENOUGH) || { echo "make: $(VENV) is of a Python older than $(PYTHON_MIN):" \
+	  "remove it (make clean), then run make PYTHON=python3.12 with your target" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) $(IS_NEW_ENOUGH) || { echo "make: Forebay needs Python $(PYTHON_MIN) or newer, which" \
+	  "$(PYTHON) is not: run make PYTHON=python3.12 with your target" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -339,7 +339,8 @@ class Client:
         self._pin(run, step, False, all_nodes)
 
     def delete(self, run: str, step: int, *, force: bool = False, dry_run: bool = False) -> Deletion:
-        """Delete a checkpoint everywhere; `force` also what no tier holds yet; `dry_run` only says what it would remove.
+        """Delete a checkpoint from this node's cache and from the tiers; `force` also what no tier holds yet; `dry_run` only
+        says what it would remove. Another node that has all of it in its cache still offers it, until that is evicted.
 
         Sent once: a repeated delete could meet a checkpoint saved in between.
         """

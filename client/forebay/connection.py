@@ -14,7 +14,7 @@ import grpc
 
 from forebay import address as addresses
 from forebay import cancel
-from forebay.errors import ForebayError, InvalidArgument, Unavailable, from_rpc
+from forebay.errors import ForebayError, InvalidArgument, PermissionDenied, Unavailable, from_rpc
 from forebay.retry import RetryPolicy
 from forebay_wire import frames
 from forebay_wire.v1 import admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc
@@ -109,7 +109,8 @@ class Connection:
             self.pressure = answer.pressure
 
     def stubs(self) -> Stubs:
-        """This process's channel. Raises Unavailable where no default socket has a listener, InvalidArgument once closed."""
+        """This process's channel. Raises Unavailable where no default socket has a listener, PermissionDenied where this user
+        may not connect to the one that is there, InvalidArgument once closed."""
         if self._closed:
             raise InvalidArgument("the client is closed")
         current = self._stubs
@@ -138,12 +139,15 @@ class Connection:
             _inherited.append(current)
 
     def translate(self, error: grpc.RpcError, doing: str) -> ForebayError:
-        """The error that a failed RPC means, with a hint where the gateway's socket is not there."""
+        """The error that a failed RPC means: where the gateway's socket is not there, with a hint; where it is not for this
+        user, PermissionDenied, which no repeating mends."""
         cancel.check()
         translated = from_rpc(error, doing)
         stubs = self._stubs
         if isinstance(translated, Unavailable) and stubs is not None and (hint := addresses.hint(stubs.target)):
-            translated.extended(hint)
+            if hint.denied:
+                return PermissionDenied(f"{doing}: {hint}")
+            translated.extended(f"({hint})")
         return translated
 
     def start(self, method: Callable[[Stubs], Any], request: object, doing: str) -> Any:

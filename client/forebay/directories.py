@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from forebay.cancel import Cancelled, Scope
-from forebay.errors import ForebayError, InvalidArgument
+from forebay.errors import ForebayError, InvalidArgument, os_text
 from forebay.pending import finished
 from forebay.types import Shard
 from forebay.writer import SMALL_BYTES_MAX, CheckpointWriter
@@ -189,7 +189,7 @@ class Target:
                 os.rename(pending.temp, pending.final, src_dir_fd=pending.directory, dst_dir_fd=pending.directory)
             except OSError as error:
                 lacking = len(self._pending)
-                raise ForebayError(f"naming {pending.final!r} failed, {lacking} files are missing: {error}") from error
+                raise ForebayError(f"naming {pending.final!r} failed, {lacking} files are missing: {os_text(error)}") from error
             self._pending.pop()
         if self._durable:
             for directory in self._directories.values():
@@ -266,7 +266,9 @@ def restore_files(reader: Streams, target: Target, shards: Iterable[Shard], stre
             target.write(shard, fill)
         except ForebayError as error:
             raise error.extended(f"(restoring {shard.name!r})") from error.__cause__
-        except (OSError, InvalidName) as error:
+        except OSError as error:
+            raise ForebayError(f"restoring {shard.name!r} failed: {os_text(error)}") from error
+        except InvalidName as error:
             raise ForebayError(f"restoring {shard.name!r} failed: {error}") from error
 
     def restore_group(group: list[tuple[Shard, bytes]]) -> None:

@@ -4,6 +4,7 @@ Owns the translation of a failed RPC into these types; the RpcError stays as the
 codes (cli/exits.py).
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -133,6 +134,14 @@ _BROKEN_STREAM = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", 
 def how_to_install(extra: str) -> str:
     """What to do where a package is missing that only an extra of Forebay needs: true of its source tree and of a release."""
     return f"install Forebay's extra '{extra}' (in its tree: pip install '.[{extra}]')"
+
+
+def os_text(error: OSError) -> str:
+    """What the system said, for people: without the number that Python puts before it."""
+    if not error.strerror:
+        return str(error)
+    named = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
+    return f"{' -> '.join(named)}: {error.strerror}" if named else error.strerror
 
 
 def _detail(error: "grpc.RpcError") -> Any:

@@ -170,7 +170,8 @@ class _Written(Directory):
         try:
             receipt = self._hand_over(part, scratch.path)
         except BaseException as error:
-            _say_kept(error, scratch.keep())
+            if _holds_files(scratch.path):  # else there is nothing to come back for
+                _say_kept(error, scratch.keep())
             raise
         scratch.remove()  # acknowledged: waiting for more needs no second copy
         if wait not in ("", "cache"):
@@ -236,6 +237,14 @@ class _Restored(Directory):
         session, took_s = reader.checkpoint.session, time.monotonic() - started_s
         self.summary = RestoreSummary(self.run, self.step, session, len(shards), size, str(scratch.path), took_s)
         return scratch
+
+
+def _holds_files(root: Path) -> bool:
+    """Whether there is anything but directories, as far as can be seen."""
+    try:
+        return any(path.is_symlink() or not path.is_dir() for path in root.rglob("*"))
+    except OSError:
+        return True
 
 
 def _stamps(root: Path) -> dict[str, tuple[int, int, int]]:

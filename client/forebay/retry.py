@@ -2,10 +2,13 @@
 
 Delays grow exponentially with jitter, so that the ranks of a job do not return in step. A retry time that the gateway named is
 honoured, but not where it has let the call wait in its queue already: coming late costs the turn there. Time spent on CacheFull
-and on Unavailable is counted apart, each against its own limit, what was waited in the gateway included.
+and on Unavailable is counted apart, each against its own limit, what was waited in the gateway included. Whoever waits for a
+gateway that is away is told once, by the log.
 """
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +18,10 @@ from forebay.errors import CacheFull, ForebayError, Unavailable
 
 FIRST_DELAY_S = 0.1
 DELAY_S_MAX = 5.0
+TELL_AFTER_S = 2.0  # a gateway that restarts is back sooner, most times
+TELL_AGAIN_S = 30.0
+
+_log = logging.getLogger("forebay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,25 @@ class RetryPolicy:
     def begin(self) -> "Attempts":
         """Start counting for one operation."""
         return Attempts(self)
+
+
+class _Teller:
+    """Says that something is waited for: once for all the streams and threads that meet the same outage."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told_s = float("-inf")
+
+    def tell(self, now_s: float, line: str) -> None:
+        """Log a line, unless one was logged within the last half minute."""
+        with self._lock:
+            if now_s - self._told_s < TELL_AGAIN_S:
+                return
+            self._told_s = now_s
+        _log.warning("%s", line)
+
+
+_teller = _Teller()
 
 
 class Attempts:
@@ -69,6 +95,8 @@ class Attempts:
         self._failures += 1
         if waited_s >= limit_s:
             raise error.extended(f"waited_s={waited_s:.1f} attempts={self._failures}") if self._failures > 1 else error
+        if not full and waited_s >= TELL_AFTER_S <= limit_s - waited_s:  # one that is about to end tells itself
+            _teller.tell(now_s, f"trying again for up to {limit_s - waited_s:.0f} s more: {error.message}")
         self._sleep(min(self._delay_s(error), limit_s - waited_s))
 
     def _delay_s(self, error: ForebayError) -> float:

@@ -111,8 +111,9 @@ class CommitReceipt:
 class Level:
     """How far a checkpoint is at "cache" or at a tier.
 
-    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by retention), "skipped" (a
-    newer checkpoint goes in its place) or "excluded" (its run does not go there); `reason` says why.
+    `state` is "complete", "incomplete", "draining", "pending", "evicted", "superseded", "removed" (by retention), "gone" (it
+    was complete there, and another node may have deleted it), "skipped" (a newer checkpoint goes in its place) or "excluded"
+    (its run does not go there); `reason` says why.
     """
 
     level: str
@@ -244,7 +245,8 @@ class RestoreSummary:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """The gateway's cache. `dirty_bytes` are not yet verified on every required tier."""
+    """The gateway's cache. `dirty_bytes` are not yet verified on every required tier; `disk_free_bytes` may be fewer than the
+    capacity leaves, None where the disk does not say."""
 
     path: str
     capacity_bytes: int
@@ -255,6 +257,7 @@ class CacheStatus:
     file_system: str
     open_streams: int
     oldest_dirty_s: float
+    disk_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

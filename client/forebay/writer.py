@@ -245,7 +245,10 @@ class CheckpointWriter:
         except AlreadyExists:
             pass  # the part is committed: by an earlier try of this session, or by a commit whose answer was lost
         except ForebayError as failure:
-            _log.warning("the abort did not reach the gateway, which drops the part by itself later: %s", failure)
+            if self._receipts:
+                _log.warning("the abort did not reach the gateway, which drops the part by itself later: %s", failure)
+            else:  # there is nothing to drop, and perhaps no gateway: what failed before says so
+                _log.debug("the abort of a part without any shard did not reach the gateway: %s", failure)
 
     def _check_open(self, verb: str) -> None:
         if self._state is not _State.OPEN:

@@ -5,7 +5,6 @@ Owns the wiring and its order. Does not own signals or exit codes (serve.py).
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,12 @@ from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.base.tasks import Crew, Worker, uncut_ended, uncut_left
 from forebay_gateway.cache.io import IoPool
-from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged, is_damage
 from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.movers.pool import MoverPool
-from forebay_gateway.paths.admit import budget_of, capacity_of, watch_quotas
+from forebay_gateway.paths.admit import budget_of, watch_quotas
 from forebay_gateway.paths.announce import Announcer
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
@@ -52,6 +50,7 @@ from forebay_gateway.paths.many import ManyPath
 from forebay_gateway.paths.marks import MarkKeeper, restore_settings, setting
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.preempt import Preemption
+from forebay_gateway.paths.preflight import open_cache
 from forebay_gateway.paths.queue import Queue
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import StartCheck, recover, recover_copies
@@ -314,6 +313,11 @@ class Gateway:
         if found is not None:
             self._sockets.append(found)
 
+    @property
+    def open_streams(self) -> int:
+        """Shards that are received now."""
+        return 0 if self._writes is None else self._writes.open_streams
+
     async def run(self) -> None:
         """Until stop(), or until a background task or the catalog fails: then that error is raised."""
         working = asyncio.ensure_future(self._crew.run_until_failure())
@@ -386,12 +390,10 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         if not catalog_failed.done():
             catalog_failed.set_result(error)
 
-    path = Path(config.cache.path)
-    cache = await asyncio.to_thread(CacheDir.open, path, config.node.id)
+    cache, capacity = await asyncio.to_thread(open_cache, config)
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
     try:
-        capacity = capacity_of(config.cache.capacity, shutil.disk_usage(path).total)
         names = [tier.name for tier in config.tiers]
         mark = await asyncio.to_thread(found_mark, cache.path)
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
@@ -413,7 +415,7 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
         tier.held = tier.name in held
         tier.after_probe = partial(_remember_root, marks, tier_config)
         tiers[tier.name] = tier
-    setup = Setup("", str(path), config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
+    setup = Setup("", config.cache.path, config.cache.chunk_size, config.tiers, config.log.level, config.log.format)
     budget = budget_of(config, catalog, tiers, capacity, used, clock)
     node = Node(
         id=config.node.id,

@@ -21,21 +21,27 @@ from forebay_gateway.build import Gateway
 from forebay_gateway.core.config import default_config, load_config, unknown_variables
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, StartupError
+from forebay_gateway.core.exposure import unguarded
+from forebay_wire.sockets import may_use_system_socket
 
 log = logging.getLogger("forebay.serve")
 
 
 def read_config(path: str | None) -> tuple[Config, str]:
     """The configuration and where it is from; without a file the embedded default. Raises StartupError."""
+    uid, hostname, may_use_system = os.getuid(), socket.gethostname(), may_use_system_socket()
     if path is None:
-        home = str(Path.home())
-        return default_config(os.environ, os.getuid(), home, socket.gethostname()), "embedded default"
+        try:
+            home = str(Path.home())
+        except RuntimeError as error:  # a container's user that is in no table
+            raise StartupError("this user has no home: set HOME or XDG_STATE_HOME, or give --config") from error
+        return default_config(os.environ, uid, home, hostname, may_use_system), "embedded default"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise StartupError(f"cannot read the configuration {path}: {why}") from error
-    return load_config(text, os.environ, path, uid=os.getuid(), hostname=socket.gethostname()), path
+    return load_config(text, os.environ, path, uid=uid, hostname=hostname, may_use_system=may_use_system), path
 
 
 def main(config_path: str | None) -> int:
@@ -48,7 +54,8 @@ def main(config_path: str | None) -> int:
         keep_freed_memory()
         return uvloop.run(_serve(config, source, config_path))
     except (ForebayError, OSError) as error:  # of the start: what fails later is told by its worker
-        print(f"forebay serve: {error}", file=sys.stderr)  # noqa: T201
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"forebay serve: {said}", file=sys.stderr)  # noqa: T201
         return 1
 
 
@@ -62,11 +69,14 @@ async def _serve(config: Config, source: str, config_path: str | None) -> int:
     loop.add_signal_handler(signal.SIGHUP, _reload, gateway)
     keep_loaded()
     log.info("serving node=%s version=%s listen=%s", config.node.id, __version__, ",".join(config.node.listen))
+    if told := unguarded(config.node.listen):
+        log.warning("%s", told)
     running = asyncio.create_task(gateway.run())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     failed = running.done() and running.exception() is not None
-    log.info("stopping; streams under way may finish for %s s", config.node.drain_timeout)
+    left = gateway.open_streams
+    log.info("stopping%s", f"; streams under way ({left}) have {config.node.drain_timeout:g} s to finish" if left else "")
     await gateway.stop(0.5 if failed else config.node.drain_timeout)
     stopping.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -75,6 +85,7 @@ async def _serve(config: Config, source: str, config_path: str | None) -> int:
         log.critical("ended by a failure", exc_info=running.exception())
         return 1
     await running
+    log.info("stopped")
     return 0
 
 

@@ -1,6 +1,8 @@
 """The command line: output, exit codes, one clear line for each error."""
 
+import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,9 +15,12 @@ import pytest
 
 import forebay
 from forebay import Client
-from forebay.cli import exits
+from forebay.cli import app, exits, show
 from forebay.cli.app import run
+from forebay.convert import record
 from forebay.testing import MemoryGateway
+from forebay.types import Status
+from forebay_wire.v1 import admin_pb2
 
 COMMAND = [sys.executable, "-c", "from forebay.cli import main; main()"]
 
@@ -83,6 +88,9 @@ def test_save_look_restore(call, directory: Path, tmp_path: Path) -> None:
     assert [item["name"] for item in shards] == ["big", "sub/small"] and shards[0]["copies"] == {"pfs": "verified"}
     info = json.loads(call("info", "t/r", "5", "--json"))
     assert info["state"] == "complete" and len(info["shards"]) == 2 and info["session"] == saved["session"]
+    assert call("info", "t/r", "latest") == call("info", "t/r", "5")
+    assert "a step is a number or 'latest', not 'newest'" in call("info", "t/r", "newest", code=2)
+    assert "no complete checkpoint" in call("info", "t/none", "latest", code=3)
     assert "pfs" in call("info", "t/r", "5") and "crc32c" in call("info", "t/r", "5", "sub/small")
     for number, words in enumerate((["t/r"], ["t/r", "5"], ["t/r", "latest"], ["t/r", "5", "--from", "pfs", "--durable"])):
         target = tmp_path / f"out{number}"
@@ -115,7 +123,8 @@ def test_writers_share_a_session(call, directory: Path, monkeypatch: pytest.Monk
     for name in ("FOREBAY_SESSION", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     both = ["--run", "r", "--step", "1", "--writers", "2"]
-    assert "FOREBAY_SESSION" in call("save", str(directory / "sub"), *both, code=2)
+    said = call("save", str(directory / "sub"), *both, code=2)
+    assert "give --session, or set FOREBAY_SESSION" in said and "session=" not in said
     out = call("save", str(directory / "sub"), *both, "--writer", "1", "--session", "s")
     assert "still missing" in out
     assert "writer 0" in call("info", "r", "1")
@@ -254,6 +263,82 @@ def test_no_gateway_is_told_at_once(tmp_path: Path) -> None:
     assert "forebay serve" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_what_saves_and_restores_waits_for_a_gateway_that_starts(
+    memory_call, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(app.addresses, "await_listener", lambda address, wait_s, tell: waited.append(wait_s))
+    memory_call("status")
+    assert waited == []
+    memory_call("save", str(directory), "--run", "r", "--step", "1")
+    memory_call("restore", "r", str(tmp_path / "out"))
+    memory_call("wait", "r", "1")
+    assert waited == [app.WAIT_FOR_GATEWAY_S] * 3
+
+
+def test_a_gateway_that_does_not_come_is_told_of_after_the_wait(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "WAIT_FOR_GATEWAY_S", 0.2)
+    assert run(["--address", f"{tmp_path}/no.sock", "save", str(directory), "--run", "r", "--step", "1"]) == 5
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no gateway answers" in said and "forebay serve" in said and "waited_s=" in said
+
+
+@pytest.mark.expected_logs("trying again", "a gateway's own record")
+def test_what_the_library_waits_for_is_told_on_standard_error(memory: MemoryGateway, monkeypatch, capsys) -> None:
+    def busy(client: Client) -> None:
+        logging.getLogger("forebay").warning("%s", "trying again for up to 58 s more: there is no socket")
+        logging.getLogger("forebay.serve").warning("a gateway's own record")
+        raise forebay.Unavailable("away")
+
+    monkeypatch.setattr(Client, "status", busy)
+    for _ in range(2):  # one handler, however many commands a process runs
+        assert run(["--address", memory.address, "status"]) == 5
+        assert capsys.readouterr().err == "forebay: trying again for up to 58 s more: there is no socket\nforebay: away\n"
+
+
+def test_a_global_option_after_the_command_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--address", "/run/forebay/gateway.sock"]) == 2
+    assert "it goes before the command, forebay --address ADDRESS ..." in capsys.readouterr().err
+    assert run(["status", "--nonsense"]) == 2
+    assert "before the command" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), exits.DENIED, "/a/b: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), exits.FAILED, "No space left on device"),
+        (
+            OSError(errno.EXDEV, "Invalid cross-device link", b"/a", None, "/b"),
+            exits.FAILED,
+            "/a -> /b: Invalid cross-device link",
+        ),
+        (OSError("in words"), exits.FAILED, "in words"),
+    ],
+)
+def test_what_the_system_refuses_is_told_in_words(error: OSError, code: int, said: str, capsys) -> None:
+    def fails() -> None:
+        raise error
+
+    assert exits.guarded(fails) == code
+    assert capsys.readouterr().err == f"forebay: {said}\n"
+
+
+def test_status_says_a_tiers_error_once(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "NoSuchBucket: the bucket is not there endpoint=http://s3.example.com"
+    tier = admin_pb2.TierStatus(name="object", kind="s3", state="away", reason=why, required=True)
+    status = admin_pb2.Status(node="n", health="critical", tiers=[tier])
+    status.alarms.add(severity="critical", what=f"tier object is away, 2 copies wait: {why}", todo="bring the tier back")
+    show._say_status(record(status, Status))
+    shown = capsys.readouterr().out
+    assert shown.count("NoSuchBucket") == 1 and "stuck     tier object is away\n" in shown
+    status.ClearField("alarms")  # of a tier that nothing was found wrong with yet
+    show._say_status(record(status, Status))
+    assert f"stuck     tier object is away: {why}\n" in capsys.readouterr().out
+
+
 def test_version_and_help() -> None:
     assert _process(["--version"]).stdout == f"forebay {forebay.__version__}\n"
     assert "8 timed out" in _process(["--help"]).stdout
@@ -287,6 +372,43 @@ def test_config(tmp_path: Path) -> None:
     again.write_text(shown.stdout)
     assert _process(["config", "show", str(again)]).stdout == shown.stdout
     assert _process(["config", "check", str(tmp_path / "none.toml")]).returncode == 1
+
+
+def test_config_check_looks_at_the_directories_and_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("forebay_gateway.core.config")
+    file, taken = tmp_path / "gateway.toml", tmp_path / "taken"
+    taken.write_text("a file")
+
+    def checked(cache: object, tier: object, keys: str = "", *options: str) -> tuple[int, str]:
+        text = f'[cache]\npath = "{cache}"\n{keys}\n[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tier}"\n'
+        file.write_text(text)
+        code = run(["config", "check", str(file), *options])
+        said = capsys.readouterr()
+        assert (said.err.count("\n"), said.out) == (1, "") if code else not said.err
+        return code, said.err or said.out
+
+    code, said = checked(tmp_path / "cache", tmp_path / "pfs")
+    assert code == 0 and said.startswith(f"{file}: good\n") and f"'forebay doctor' on the node does: --config {file}" in said
+    for cache, tier, keys, words in (
+        (tmp_path / "cache", tmp_path / "pfs", 'capacity = "4000000TB"', "cache.capacity is"),
+        (taken, tmp_path / "pfs", "", f"cache.path {taken} is a file"),
+        (taken / "cache", tmp_path / "pfs", "", f"lies below {taken}, a file"),
+        (tmp_path / "cache", taken, "", f"tier.path of tier 'pfs' {taken} is a file"),
+    ):
+        code, said = checked(cache, tier, keys)
+        assert code == 1 and words in said and f"source={file}" in said
+        assert checked(cache, tier, keys, "--elsewhere")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"gateway.toml", "taken"}
+
+
+def test_config_reload_of_a_bad_file_ends_as_a_check_of_it(
+    memory: MemoryGateway, memory_call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(client: Client) -> None:
+        raise forebay.InvalidArgument("the configuration stays as it is: unknown key cache.capcity")
+
+    monkeypatch.setattr(Client, "reload_config", refuses)
+    assert "unknown key" in memory_call("config", "reload", code=exits.FAILED)
 
 
 def test_without_the_gateways_package_serve_says_what_to_install() -> None:
@@ -390,7 +512,8 @@ def test_serve_with_json_logs_one_object_a_line(tmp_path: Path) -> None:
         f'[node]\nid = "n"\nlisten = ["unix://{tmp_path}/s.sock"]\n[cache]\npath = "{tmp_path}/cache"\ncapacity = "1GiB"\n'
         f'[[tier]]\nname = "pfs"\nkind = "posix"\npath = "{tmp_path}/pfs"\n'
     )
-    (tmp_path / "pfs").mkdir()
+    for name in ("cache", "pfs"):
+        (tmp_path / name).mkdir()
     command = [*COMMAND, "serve", "--json", "--config", str(tmp_path / "gateway.toml")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

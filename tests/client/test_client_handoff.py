@@ -85,11 +85,19 @@ def test_a_block_that_fails_leaves_nothing(client: Client, under: Path) -> None:
     assert client.runs() == [] and _left(under) == []
 
 
-@pytest.mark.parametrize("kind", ["nothing", "socket", "outside", "open", "name", "dangling"])
+def test_a_directory_without_files_is_no_checkpoint_and_does_not_stay(memory_client: Client, under: Path) -> None:
+    with (
+        pytest.raises(forebay.InvalidArgument, match=r"holds no files$"),
+        forebay.directory("r", 3, client=memory_client, under=under) as path,
+    ):
+        (path / "directory").mkdir()
+    assert _left(under) == [] and memory_client.runs() == []
+
+
+@pytest.mark.parametrize("kind", ["socket", "outside", "open", "name", "dangling"])
 def test_what_cannot_be_saved_is_named_and_kept(memory_client: Client, under: Path, kind: str) -> None:
     bound, opened = socket.socket(socket.AF_UNIX), None
     said = {
-        "nothing": "holds no files",
         "socket": "bad: not a regular file",
         "outside": "bad: ",
         "open": "'bad' is still open for writing",
@@ -98,9 +106,7 @@ def test_what_cannot_be_saved_is_named_and_kept(memory_client: Client, under: Pa
     }[kind]
     with pytest.raises(forebay.InvalidArgument, match=f"{said}.*the files are kept in") as caught:  # noqa: SIM117
         with forebay.directory("r", 3, client=memory_client, under=under) as path:
-            if kind == "nothing":
-                (path / "directory").mkdir()
-            elif kind == "socket":
+            if kind == "socket":
                 here = Path.cwd()
                 os.chdir(path)  # a socket's path has a short limit
                 bound.bind("bad")

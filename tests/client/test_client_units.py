@@ -1,6 +1,7 @@
 """Pure parts: addresses, sessions, retries, errors, sources, waiting for nothing."""
 
 import array
+import contextlib
 import io
 import mmap
 import os
@@ -8,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forebay
+from conftest import ExpectedLogs
 from forebay import address, convert
 from forebay.directories import put_files, walk
 from forebay.errors import CacheFull, from_rpc
-from forebay.retry import Attempts, RetryPolicy
+from forebay.retry import Attempts, RetryPolicy, _Teller
 from forebay.session import default_session
 from forebay.sources import source_of
 from forebay_wire.v1 import admin_pb2
@@ -33,6 +36,7 @@ from forebay_wire.v1 import gateway_pb2 as pb
         ("unix:///run/x.sock", "unix:/run/x.sock"),
         ("unix:/run/x.sock", "unix:/run/x.sock"),
         ("unix:rel.sock", "unix:rel.sock"),
+        ("/run/x.sock", "unix:/run/x.sock"),
         ("node1:7400", "node1:7400"),
         ("[::1]:7400", "[::1]:7400"),
     ],
@@ -42,18 +46,123 @@ def test_addresses(text: str, target: str) -> None:
     assert address.candidates(None, {"FOREBAY_ADDRESS": text}) == (target,)
 
 
-@pytest.mark.parametrize("text", ["unix:", "unix://", "x", "x:", ":1", "x:0", "x:65536", "x:１", "/run/x.sock", "http://x:1"])
+@pytest.mark.parametrize("text", ["unix:", "unix://", "x", "x:", ":1", "x:0", "x:65536", "x:１", "run/x.sock", "http://x:1"])
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(forebay.InvalidArgument, match="unix:///"):
         forebay.Client(text)
 
 
-def test_default_sockets_are_both_tried(tmp_path: Path) -> None:
+def test_default_sockets_are_all_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_RUNTIME_DIR": "/run/user/5"}
-    assert address.default_sockets(environ, 0) == ("/run/forebay/gateway.sock", "/run/user/5/forebay/gateway.sock")
-    assert address.default_sockets(environ, 5) == ("/run/user/5/forebay/gateway.sock", "/run/forebay/gateway.sock")
+    system, own, fallback = (f"{place}/gateway.sock" for place in ("/run/forebay", "/run/user/5/forebay", "/tmp/forebay-5"))
+    assert address.default_sockets(environ, 0) == (system, own)
+    assert address.default_sockets(environ, 5) == (own, fallback, system)
+    assert address.default_sockets({}, 5) == (fallback, system)
+    monkeypatch.setattr(address, "SYSTEM_SOCKET", f"{tmp_path}/none")
     with pytest.raises(forebay.Unavailable, match="forebay serve"):
         address.resolve(None, {"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_fallback_that_is_not_this_users_alone_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{place}/gateway.sock"
+        monkeypatch.setattr(address, "fallback_socket", lambda uid: path)
+        listener.bind(path)
+        listener.listen()
+        assert address.problem(f"unix:{path}") is None
+        Path(place).chmod(0o755)
+        assert "open to others" in str(address.problem(f"unix:{path}"))
+
+
+@contextlib.contextmanager
+def closed_socket() -> Iterator[str]:
+    """A gateway's socket that this user may not connect to; the rest of the block is run as one whom permissions bind."""
+    import socket
+
+    uid = os.geteuid()
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listener:
+        Path(place).chmod(0o755)
+        listener.bind(f"{place}/g.sock")
+        listener.listen()
+        Path(place, "g.sock").chmod(0o600 if uid == 0 else 0)
+        if uid == 0:
+            os.seteuid(65534)
+        try:
+            yield f"{place}/g.sock"
+        finally:
+            os.seteuid(uid)
+
+
+def test_a_socket_of_others_is_denied_at_once() -> None:
+    with closed_socket() as path:
+        with pytest.raises(forebay.PermissionDenied, match=rf"{path} is of user \w+ and group \w+ \(mode \d+\).* run this as"):
+            address.require_listener(f"unix://{path}")
+        with forebay.Client(path) as client:  # its policy would try for a minute
+            with pytest.raises(forebay.PermissionDenied, match=rf"ask for status: {path} is of user"):
+                client.status()
+            with client.checkpoint("r", 1, session="s") as part, pytest.raises(forebay.PermissionDenied, match="is of user"):
+                part.put("x", bytes(2 << 20))
+
+
+def test_a_socket_that_is_about_to_be_opened_to_its_group_is_not_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that starts again makes its socket first, and sets its mode then."""
+    with closed_socket() as path:
+
+        def opens(delay_s: float) -> None:
+            me = os.geteuid()
+            os.seteuid(os.getuid())
+            Path(path).chmod(0o666)
+            os.seteuid(me)
+
+        monkeypatch.setattr(address.cancel, "sleep", opens)
+        assert address.hint(f"unix:{path}") is None
+    with closed_socket() as path:
+        assert address.problem(f"unix:{path}") is None
+
+
+def test_the_default_socket_of_others_is_denied_with_what_else_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closed_socket() as path:
+        monkeypatch.setattr(address, "SYSTEM_SOCKET", path)
+        monkeypatch.setattr(address, "fallback_socket", lambda uid: "/nowhere/own.sock")
+        with pytest.raises(
+            forebay.PermissionDenied, match=rf"may not use the gateway: {path} is of .*; /nowhere/own.sock: No such"
+        ):
+            address.resolve(None, {})
+
+
+def test_a_directory_that_may_not_be_looked_into_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path, **options: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuses)
+    for found in (address.hint("unix:/closed/g.sock"), address.problem("unix:/closed/g.sock")):
+        assert found is not None and found.denied and "may not look into a directory above it" in found.text
+
+
+def test_a_gateway_that_is_still_starting_is_waited_for(tmp_path: Path) -> None:
+    import socket
+
+    clock, told = _Time(), []
+    began_s = clock.now_s
+    path = f"{tempfile.mkdtemp()}/g.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+
+        def sleep(delay_s: float) -> None:
+            clock.sleep(delay_s)
+            if clock.now_s > began_s + 3.0 and not Path(path).exists():
+                listener.bind(path)
+                listener.listen()
+
+        address.await_listener(path, 5.0, told.append, lambda: clock.now_s, sleep)
+        assert 3.0 < clock.now_s - began_s < 4.0 and len(told) == 1 and "waiting up to 5 s for the gateway" in told[0]
+    clock, told = _Time(), []
+    with pytest.raises(forebay.Unavailable, match=r"Connection refused.*forebay serve.* waited_s=5\.\d"):
+        address.await_listener(path, 5.0, told.append, lambda: clock.now_s, clock.sleep)
+    assert len(told) == 1
+    Path(path).unlink()
+    Path(path).parent.rmdir()
 
 
 def test_the_default_socket_with_a_listener_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +211,37 @@ def test_pauses_grow_and_end() -> None:
             attempts.pause(forebay.Unavailable("away"))
     assert clock.slept[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert max(clock.slept) <= 5 and sum(clock.slept) == pytest.approx(20)
+
+
+def test_who_waits_for_a_gateway_that_is_away_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, expected_logs: ExpectedLogs
+) -> None:
+    monkeypatch.setattr("forebay.retry._teller", _Teller())
+    many = [_attempts(RetryPolicy(60, 20)) for _ in range(3)]  # the streams of one save
+    for attempts, clock in many:
+        began_s = clock.now_s
+        with pytest.raises(forebay.Unavailable):
+            while True:
+                attempts.pause(forebay.Unavailable("put 'x': there is no socket /g.sock"))
+                assert bool(expected_logs.records) >= (clock.now_s - began_s > 4.0)
+    (record,) = expected_logs.records
+    assert (record.name, record.levelname) == ("forebay", "WARNING")
+    assert "more: put 'x': there is no socket /g.sock" in record.getMessage()
+
+
+def test_a_short_wait_and_a_full_cache_are_not_told_of(monkeypatch: pytest.MonkeyPatch, expected_logs: ExpectedLogs) -> None:
+    monkeypatch.setattr("forebay.retry._teller", _Teller())
+    attempts, _ = _attempts(RetryPolicy(60, 20))
+    for _ in range(4):  # 1.5 s
+        attempts.pause(forebay.Unavailable("away"))
+    ending, _ = _attempts(RetryPolicy(60, 3))
+    with pytest.raises(forebay.Unavailable):
+        while True:
+            ending.pause(forebay.Unavailable("away"))
+    with pytest.raises(forebay.CacheFull):
+        while True:
+            attempts.pause(forebay.CacheFull("full"))
+    assert expected_logs.records == []
 
 
 def test_the_gateways_time_is_honoured_and_capped_by_our_own() -> None:

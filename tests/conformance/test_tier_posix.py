@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,23 @@ async def test_delete_prunes_what_it_emptied(posix: PosixTier, root: Path) -> No
     await posix.delete("a")
     await posix.delete(".forebay")
     assert (root / ".forebay/tier.json").exists()
+
+
+async def test_the_age_of_what_is_left_is_the_file_system_s(
+    posix: PosixTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine whose clock is days off would take another one's work for old, or its own left-overs for new."""
+    await posix.put_small("d/doc", b"1")
+    for name, age_s in (("00aa", 0), ("00bb", 3 * 86_400)):
+        path = root / "d" / f"{durable.TEMP_PREFIX}{name}"
+        path.touch()
+        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+    for shift_s in (-5 * 86_400, 5 * 86_400):
+        monkeypatch.setattr(posix._clock, "wall", lambda shift_s=shift_s: time.time() + shift_s, raising=False)
+        ages_s = {item.id[-2:]: item.age_s for item in await posix.leftovers("d")}
+        assert ages_s["aa"] < 3600
+        assert 3 * 86_400 - 60 < ages_s["bb"] < 3 * 86_400 + 3600
+    assert _files(root) == {"d/doc", f"d/{durable.TEMP_PREFIX}00aa", f"d/{durable.TEMP_PREFIX}00bb"}
 
 
 async def test_temporary_files_are_hidden_recorded_and_given_up(posix: PosixTier, root: Path) -> None:

@@ -3,6 +3,7 @@ real server, some through a proxy that breaks answers."""
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -156,6 +157,17 @@ async def test_recorded_upload_can_be_given_up(s3: S3Tier, s3_server: SeaweedFS,
     for _ in range(2):
         await s3.abort_upload("orphan", upload)
         assert _uploads(s3_server, prefix) == []
+
+
+@pytest.mark.parametrize("shift_s", [-2 * 86_400, 2 * 86_400])
+async def test_the_age_of_an_upload_is_the_store_s(s3: S3Tier, monkeypatch: pytest.MonkeyPatch, shift_s: int) -> None:
+    """A machine whose clock is days ahead would take another one's upload for old."""
+    await s3.client.call("create_multipart_upload", "d/begun")
+    now_s = time.time()
+    monkeypatch.setattr(s3.client.clock, "wall", lambda: now_s + shift_s, raising=False)
+    (found,) = await s3.leftovers("d")
+    assert found.age_s < 3600
+    await s3.abort_upload(found.key, found.id)
 
 
 async def test_without_server_checksums_everything_is_read_back(s3: S3Tier) -> None:

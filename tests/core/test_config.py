@@ -81,6 +81,13 @@ def test_default_socket(env: dict[str, str], uid: int, socket: str) -> None:
     assert config.node.runtime_dir == socket.rsplit("/", 1)[0]
 
 
+def test_the_default_socket_without_a_session_and_without_a_unit() -> None:
+    assert default_config({}, 7, "/h", "n", may_use_system=False).node.listen == ("unix:///tmp/forebay-7/gateway.sock",)
+    assert load_config(MINIMAL, {}, "f", uid=7, hostname="n", may_use_system=False).node.runtime_dir == "/tmp/forebay-7"
+    with_session = load_config(MINIMAL, {"XDG_RUNTIME_DIR": "/r"}, "f", uid=7, hostname="n", may_use_system=False)
+    assert with_session.node.listen == ("unix:///r/forebay/gateway.sock",)
+
+
 def test_embedded_default_lies_below_the_state_home() -> None:
     config = default_config({}, 7, "/home/u", "n")
     assert config.cache.path == "/home/u/.local/state/forebay/cache"
@@ -130,6 +137,7 @@ NODE, CACHE, TIER, LOG = (
         (NODE, 'listen = "unix:///s"', ["node.listen", "a list"]),
         (NODE, 'listen = ["unix:/run/s"]', ['"unix:///run/s"']),
         (NODE, f'listen = ["unix:///{"d" * 120}"]', ["at most 107 bytes"]),
+        (NODE, 'listen = ["/run/s"]', ['"unix:///run/s"']),
         (NODE, 'listen = ["localhost"]', ["host:port", '"127.0.0.1:7400"']),
         (NODE, 'listen = ["localhost:70000"]', ["host:port"]),
         (NODE, 'listen = ["a:1", "a:1"]', ["without duplicates"]),
@@ -140,7 +148,8 @@ NODE, CACHE, TIER, LOG = (
         (NODE, "movers = 0", ["node.movers is 0 but must be a whole number from 1 to 16", "do is 1"]),
         (NODE, "movers = true", ["node.movers is True"]),
         (NODE, "movers = 1.5", ["a whole number", "do is 1"]),
-        (NODE, 'runtime_dir = "run"', ["node.runtime_dir", "an absolute path", '"/run"']),
+        (NODE, 'runtime_dir = "run"', ["node.runtime_dir", "an absolute path, one that begins with '/'"]),
+        (NODE, 'listen = ["unix://run/s"]', ["an absolute path", '"unix:///run/forebay/gateway.sock"']),
         (CACHE, 'capacity = "1 zebra"', ['cache.capacity is "1 zebra"', '"512MiB"']),
         (CACHE, "capacity = -1", ["cache.capacity is -1"]),
         (CACHE, 'capacity = "1MiB"', ["at least four chunks", '"16MiB"']),
@@ -182,6 +191,7 @@ def test_a_bad_value_is_told_with_key_value_rule_and_a_better_one(form: str, lin
         (MINIMAL + "pth = 1\n", ['unknown key tier.pth of tier "pfs"; the nearest known key is tier.path']),
         ("path = 1\n" + MINIMAL, ["unknown section or key path at the top"]),
         (MINIMAL.replace("[[tier]]", "[tier]"), ["begin each with [[tier]]"]),
+        (MINIMAL.replace("[[tier]]", "[[tiers]]"), ["unknown section or key tiers", "nearest known section is [[tier]]"]),
         ("cache = 1", ["cache is 1 but must be a table; begin it with [cache]"]),
         ("[cache]\npath = \n", ["not TOML", "line 2, column 8"]),
     ],
@@ -230,6 +240,12 @@ def test_later_keys_are_refused_by_name(form: str, line: str, key: str) -> None:
 )
 def test_rules_across_keys(text: str, words: str) -> None:
     assert words in refused(text)
+
+
+@pytest.mark.parametrize("path", ["cache", "./cache", "~/cache", "$HOME/cache"])
+def test_no_path_is_made_up_for_a_relative_one(path: str) -> None:
+    message = refused(MINIMAL.replace('"/c"', f'"{path}"'))
+    assert f'cache.path is "{path}" but must be an absolute path' in message and "nearest" not in message
 
 
 def test_siblings_with_a_common_beginning_are_not_nested() -> None:
@@ -336,9 +352,16 @@ def configurations(draw: st.DrawFn) -> Config:
 
 
 @given(configurations())
+@example(load(MINIMAL + S3, FOREBAY_CACHE_MAX_DIRTY_AGE="0.00000000012"))
 @example(load(MINIMAL + S3, FOREBAY_TIER_PFS_PATH='/p/"\\\u2028', FOREBAY_CACHE_SOFT="0.1"))
 def test_rendered_toml_reads_back_equal(config: Config) -> None:
     assert load_config(render_toml(config), {}, "rendered") == config
+
+
+def test_rendered_durations_are_as_people_write_them() -> None:
+    rendered = render_toml(load(f"[node]\nabandon_after = 90.5\n{MINIMAL}"))
+    for line in ('scrub_every = "7d"', 'abandon_after = "90.5s"', 'complete_within = "1h"', 'max_dirty_age = "0s"'):
+        assert f"\n{line}\n" in rendered
 
 
 toml_lines = st.lists(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from forebay_gateway.core.config import load_config
 from forebay_gateway.core.config_sections import Config
+from forebay_gateway.core.exposure import unguarded
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +31,11 @@ def test_lustre_and_s3() -> None:
 
 def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "deploy").glob("*.toml")} == {"workstation.toml", "lustre-s3.toml"}
+
+
+def test_no_example_listens_on_a_port() -> None:
+    for path in (ROOT / "deploy").glob("*.toml"):
+        assert unguarded(load(path.name).node.listen) == "", path.name
 
 
 def test_the_unit_gives_the_gateway_time_to_end() -> None:

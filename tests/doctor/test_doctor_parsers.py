@@ -280,6 +280,15 @@ def test_open_files() -> None:
         assert node.open_files_check((soft, 65536)).status == status
 
 
+def test_who_can_reach_the_gateway() -> None:
+    wide = node.listen_check(["unix:///g.sock", "0.0.0.0:7400", "127.0.0.1:7401"])
+    assert wide.status == "WARN" and "0.0.0.0:7400" in wide.value and wide.do
+    assert wide.figures == {"ports": "0.0.0.0:7400, 127.0.0.1:7401"}
+    local = node.listen_check(["127.0.0.1:7401"])
+    assert local.status == "OK" and "every user of this host" in local.value and not local.do
+    assert node.listen_check(["unix:///g.sock"]).figures == {"ports": ""}
+
+
 def test_sample_data() -> None:
     assert node.sample_data_check(Path("/data"), ["cache"]).status == "WARN"
     assert node.sample_data_check(Path("/data"), []).status == "OK"

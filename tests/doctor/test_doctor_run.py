@@ -115,7 +115,7 @@ def test_a_cache_and_a_posix_tier(node: Node) -> None:
             assert isinstance(value, float) and value > 0, check
     assert find(report, "pfs", "probe").status == "OK" and find(report, "pfs", "path").status == "OK"
     assert find(report, "pfs", "apart").status == find(report, "node", "sample_data").status == "WARN"  # one disk for all
-    assert {"dirty_pages", "tcp", "open_files"} <= names(report, "node")
+    assert {"dirty_pages", "tcp", "open_files", "listen"} <= names(report, "node")
     for check in report.checks:
         assert check.value and check.why and bool(check.do) == (check.status != "OK"), check
     frequency = report.frequency

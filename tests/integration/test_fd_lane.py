@@ -162,6 +162,7 @@ def test_where_it_is_not_offered(make: MakeGateway, tmp_path: Path) -> None:
     text = gateway.config.read_text()
     gateway.config.write_text(text.replace(f'["{gateway.address}"]', f'["{gateway.address}", "127.0.0.1:{port}"]'))
     gateway.start()
+    assert gateway.log.read_text().count(f"every user of this host, through 127.0.0.1:{port}, can read") == 1
     hidden = tmp_path / "seen"
     hidden.mkdir()
     (hidden / "a.sock").symlink_to(gateway.socket)

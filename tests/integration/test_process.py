@@ -100,6 +100,8 @@ def test_sigterm_lets_a_stream_finish_that_can(make: MakeGateway, tmp_path: Path
         thread.join(30)
     assert codes == [0]
     assert [receipt.size for receipt in receipts] == [len(data)]
+    log = gateway.log.read_text()
+    assert "stopping; streams under way (1) have 20 s to finish" in log and log.rstrip().endswith("stopped")
     gateway.start()
     part.commit()
     assert client.open("run", 1).read("data.bin") == data

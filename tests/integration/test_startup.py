@@ -52,6 +52,7 @@ def test_a_port_in_use(make: MakeGateway) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         gateway = make()
+        gateway.cache.mkdir()  # one that is made is told of
         gateway.config.write_text(gateway.config.read_text().replace("listen = [", f'listen = ["{address}", ', 1))
         assert_refused(serve(gateway.config), 1, address, "already in use")
     assert not gateway.socket.exists()  # nothing stays of a start that was refused
@@ -60,6 +61,7 @@ def test_a_port_in_use(make: MakeGateway) -> None:
 def test_a_socket_of_a_live_gateway(make: MakeGateway) -> None:
     first = make().start()
     second = make("b")
+    second.cache.mkdir()
     second.config.write_text(second.config.read_text().replace(str(second.socket), str(first.socket)))
     assert_refused(serve(second.config), 1, str(first.socket), "another gateway")
     assert first.status()["node"] == "a"  # its socket is still its own
@@ -86,6 +88,7 @@ def test_a_stale_socket_is_taken_over(make: MakeGateway) -> None:
 
 def test_a_file_in_the_sockets_place_stays(make: MakeGateway) -> None:
     gateway = make()
+    gateway.cache.mkdir()
     gateway.socket.write_text("precious")
     assert_refused(serve(gateway.config), 1, str(gateway.socket), "no socket")
     assert gateway.socket.read_text() == "precious"
@@ -97,6 +100,25 @@ def test_a_directory_that_is_no_cache_stays_as_it_is(make: MakeGateway) -> None:
     (gateway.cache / "data" / "thesis.txt").write_text("precious")
     assert_refused(serve(gateway.config), 1, str(gateway.cache), "no forebay cache")
     assert (gateway.cache / "data" / "thesis.txt").read_text() == "precious"
+
+
+def test_what_cannot_serve_is_refused_before_anything_is_made(make: MakeGateway, tmp_path: Path) -> None:
+    gateway = make(capacity="4000000TB")
+    assert_refused(serve(gateway.config), 1, "cache.capacity is", "set at most")
+    (tmp_path / "file").write_text("precious")
+    gateway.config.write_text(gateway.config.read_text().replace(str(gateway.cache), f"{tmp_path}/file/cache"))
+    assert_refused(serve(gateway.config), 1, f"cache.path {tmp_path}/file/cache lies below {tmp_path}/file, a file")
+    assert not gateway.cache.exists() and (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_cache_that_was_made_is_told_once(make: MakeGateway) -> None:
+    gateway = make()
+    for _ in range(2):
+        gateway.start()
+        gateway.terminate()
+    log = gateway.log.read_text()
+    assert log.count("the cache's directory was not there, and was made") == 1
+    assert log.count("forebay.serve stopping\n") == log.count("forebay.serve stopped\n") == 2  # with nothing under way
 
 
 # -- object stores that do not let us in: the gateway starts, and saves -----------------------------------------------------

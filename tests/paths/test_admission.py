@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import forebay
-from forebay.cli.show import _say_checkpoint
+from forebay.cli.show import _say_checkpoint, _say_status
 from forebay.errors import CacheFull, Unavailable
 from forebay.errors import InvalidArgument as InvalidArgumentThere
 from forebay_gateway.admission.curve import SLOWEST_BYTES_PER_S
@@ -21,7 +21,7 @@ from forebay_gateway.core.config_sections import PolicyConfig
 from forebay_gateway.core.errors import CacheFull as CacheFullHere
 from forebay_gateway.core.errors import DiskFailed, DiskFull, InvalidArgument, StartupError
 from forebay_gateway.paths import health
-from forebay_gateway.paths.admit import capacity_of
+from forebay_gateway.paths.preflight import capacity_of
 from forebay_gateway.paths.reload import Reloader
 from paths.kit import client_of, serving, tier, until
 
@@ -208,6 +208,32 @@ async def test_what_is_promised_and_not_written_is_not_free_for_others(
         assert (budget.unwritten, budget.reserved) == (0, 0)
 
 
+async def test_a_disk_with_less_than_the_capacity_is_shown(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
+
+        async def shown(free: int | Exception) -> tuple[int | None, str]:
+            def ask(cache: CacheDir) -> int:
+                if isinstance(free, Exception):
+                    raise free
+                return free
+
+            monkeypatch.setattr(CacheDir, "free_on_disk", property(ask))
+            status = await client.status()
+            _say_status(status)
+            return status.cache.disk_free_bytes, capsys.readouterr().out
+
+        found, text = await shown(100 * MIB)
+        assert found == 100 * MIB and "of 256.0 MiB (0 %), but only 100.0 MiB free on its disk, 0 streams" in text
+        found, text = await shown(300 * MIB)
+        assert found == 300 * MIB and "free on its disk" not in text
+        gateway.node.budget.disk_full(health.disk_full_reason(3 * MIB, 64 * MIB), 64 * MIB)
+        found, text = await shown(DiskFailed("the disk does not say"))
+        assert found is None and "3.0 MiB are free, 64.0 MiB are kept for the catalog" in text
+        monkeypatch.undo()
+
+
 async def test_clients_that_go_leave_the_queue(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path, tier(root)) as gateway, client_of(gateway) as client:
         node = gateway.node
@@ -250,7 +276,7 @@ async def test_who_waits_gets_in_when_space_comes_and_is_told_when_its_time_is_o
 def test_a_cache_larger_than_its_disk_is_refused_with_the_nearest_sensible_value() -> None:
     assert capacity_of(None, 1000 * MIB) == 800 * MIB
     assert capacity_of(1000 * MIB, 1000 * MIB) == 1000 * MIB
-    with pytest.raises(StartupError, match=r'cache\.capacity is 1001MiB.*1000MiB in all; set at most "800MiB"'):
+    with pytest.raises(StartupError, match=r'cache\.capacity is 1001\.0 MiB.*1000\.0 MiB in all; set at most "800MiB"'):
         capacity_of(1001 * MIB, 1000 * MIB)
 
 
@@ -259,6 +285,7 @@ async def test_a_gateway_with_such_a_cache_does_not_start(tmp_path: Path, root: 
     with pytest.raises(StartupError, match=r"cache\.capacity"):
         async with serving(tmp_path, tier(root), capacity=f"{more}B"):
             raise AssertionError
+    assert not (tmp_path / "cache-a").exists()  # it was looked at before anything was made
 
 
 async def test_a_checkpoint_whose_other_writers_never_commit_slows_nobody_for_good(tmp_path: Path, root: Path) -> None:

@@ -17,12 +17,14 @@ from forebay_gateway import offline
 from forebay_gateway.base import durable
 from forebay_gateway.cache import footer
 from forebay_gateway.cache.layout import CLEAN
-from forebay_gateway.core.errors import StartupError
+from forebay_gateway.core.errors import StartupError, Unavailable, Unsupported
 from forebay_gateway.core.layout import manifest_key, part_key
 from forebay_gateway.paths.care.finding import Severity
+from forebay_gateway.tiers.memory import MemoryStore
 from forebay_wire import document, packs
 from forebay_wire.checksums import crc32c
 from paths.kit import client_of, serving, tier, until
+from paths.nodes_kit import Here, below
 from paths.test_care_cut_short import Parts
 
 RUN, STEP, SESSION = "team/run", 7, "job-1"
@@ -198,3 +200,41 @@ async def test_a_newer_manifest_is_not_replaced(tmp_path: Path) -> None:
         await until(lambda: reason() or path.read_bytes() != before)
         assert "newer release" in reason()
         assert path.read_bytes() == before
+
+
+async def test_a_deletion_leaves_a_newer_manifest_and_says_so(down: Down, parts: Parts) -> None:
+    """Whose it is cannot be told: nothing of the checkpoint goes, here or there."""
+    path = down.directory / PFS / KEYS["manifest"]
+    newer_document(path)
+    before, files = path.read_bytes(), down.content()
+    await until(parts.node.usable_tiers)
+    for dry_run in (True, False):
+        with pytest.raises(Unsupported, match=r"newer release.*delete it with that release"):
+            await parts.collector._retention.delete(RUN, STEP, force=True, dry_run=dry_run)
+    assert path.read_bytes() == before
+    assert (path.parent / "current").is_symlink()
+    assert down.content().keys() == files.keys()
+    with parts.node.catalog.read() as txn:
+        row = txn.checkpoint(RUN, STEP)
+    assert row is not None and not row.deleting
+
+
+async def test_a_deletion_that_meets_a_newer_manifest_later_stops_there(tmp_path: Path) -> None:
+    """It had begun while the tier was away."""
+    store, key = MemoryStore(), manifest_key("r", 1)
+    async with Here(tmp_path, {"pfs": store}) as here:
+        await here.save("r", 1)
+        here.node.tiers["pfs"].failed(Unavailable("away"))
+        assert (await here.retention.delete("r", 1, force=True, dry_run=False)).pending == ("pfs",)
+        body = document.open_document(store.objects[key].data, "forebay.manifest")
+        here.tiers["pfs"]._store(key, document.seal({**body, "version": 3}))
+        before, link = dict(store.objects), dict(store.links)
+        here.node.tiers["pfs"].worked()
+        assert await here.retention.step() is not None
+        assert (store.objects, store.links) == (before, link)
+        ((what, _),) = here.node.alarms.values()
+        assert "newer release" in what
+        del store.objects[key]
+        assert await here.retention.step() is None
+        assert not here.node.alarms
+        assert not below(store, "r", 1)

@@ -363,8 +363,8 @@ async def test_a_read_that_meets_a_removal_is_told_so_and_puts_nothing_back(tmp_
         await reader.finder.complete("r", 1)
         await one.save("r", 3)
         await one.look("r")
-        with pytest.raises(NotFound, match="retention has removed"):
-            async for _ in reader.reads.read("r", 1, "", "a.bin", 0, 10, "auto"):
+        with pytest.raises(NotFound, match="was removed while it was read"):
+            async for _ in reader.reads.read("r", 1, "s", "a.bin", 0, 10, "auto"):
                 pass
         await reader.drain()
         assert below(store, "r", 1) == []

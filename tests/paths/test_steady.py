@@ -1,5 +1,7 @@
 """Background work outlives what may pass, and says so; a defect still ends the process."""
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +9,6 @@ from typing import Any
 import pytest
 
 from forebay_gateway.base.clock import SystemClock
-from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.catalog import CatalogDamaged
 from forebay_gateway.core.errors import AlreadyExists, InvalidArgument, PermissionDenied, Unavailable
 from forebay_gateway.paths.steady import RETRY_S_MAX, RETRY_S_MIN, steady
@@ -75,10 +76,13 @@ async def test_the_gateway_outlives_a_disk_that_does_not_answer(tmp_path: Path, 
     async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
         with monkeypatch.context() as broken:
 
-            def free(_cache: CacheDir) -> int:
-                raise OSError(5, "Input/output error")
+            def statvfs(path: Any) -> os.statvfs_result:
+                if path == gateway.node.cache.path:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return real(path)
 
-            broken.setattr(CacheDir, "free_on_disk", property(free))
+            real = os.statvfs
+            broken.setattr(os, "statvfs", statvfs)
             await until(lambda: "work-health" in gateway.node.alarms)
             assert any("'health'" in alarm.what for alarm in (await client.status()).alarms)
         await until(lambda: "work-health" not in gateway.node.alarms)

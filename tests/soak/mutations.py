@@ -33,6 +33,7 @@ NEEDED = (
     r"(?:.*(?:crc|checksum).*(?:==| in )|.*(?:==| in ).*(?:crc|checksum))",
     r"return .*\"If(?:None)?Match\"|^\s*if not if_absent:|^\s*if if_match is not None:",
 )
+REMEMBER = ("-o", "addopts=--import-mode=importlib")  # which tests failed: elsewhere pytest keeps nothing
 SOURCES = ("gateway/forebay_gateway", "proto/forebay_wire", "client/forebay")
 EXEMPT = {
     "client/forebay/bench.py": "writes what it measures, and deletes it",
@@ -85,10 +86,12 @@ def run_tests(copy: Path, *arguments: str, timeout_s: float) -> subprocess.Compl
 
 
 def fail_anyhow(chosen: list[Mutation], directory: Path, jobs: int) -> str:
-    """What pytest says of tests that fail with every safeguard in place; empty where none does."""
+    """What pytest says of tests that fail with every safeguard in place, twice (the second time alone); empty if none does."""
     tests = sorted({name for mutation in chosen for name in mutation.tests})
     copy = copy_tree(directory)
-    result = run_tests(copy, "-n", str(jobs), "--dist", "loadfile", *tests, timeout_s=3600)
+    result = run_tests(copy, *REMEMBER, "-n", str(jobs), "--dist", "loadfile", *tests, timeout_s=3600)
+    if result.returncode == 1:
+        result = run_tests(copy, *REMEMBER, "--last-failed", *tests, timeout_s=1200)
     shutil.rmtree(copy, ignore_errors=True)
     return "" if result.returncode == 0 else f"{result.stdout[-4000:]}{result.stderr[-2000:]}"
 

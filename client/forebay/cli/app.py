@@ -3,6 +3,7 @@
 Owns assembly and how an argument error looks. Does not own exit codes (exits.py) or commands.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -32,13 +33,51 @@ _chosen: dict[str, str | None] = {"address": None}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; the keys named above are stable.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, such as team-a/llama.", show_default=False)]
+StepOrLatest = Annotated[
+    str, typer.Argument(metavar="STEP|latest", help="The step, or the newest complete one.", show_default=False)
+]
 StepNumber = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.", show_default=False)]
 
 
-def client() -> Client:
-    """A client for the chosen address. Where nobody listens, people want to know now and not after retries."""
-    addresses.require_listener(_chosen["address"])
+WAIT_FOR_GATEWAY_S = 5.0  # it may have been started on the line before
+
+
+def client(patient: bool = False) -> Client:
+    """A client for the chosen address. Where nobody listens, people want to know now and not after retries; `patient` gives a
+    gateway that is still starting a few seconds."""
+    _tell_what_is_waited_for()
+    if patient:
+        addresses.await_listener(_chosen["address"], WAIT_FOR_GATEWAY_S, _tell)
+    else:
+        addresses.require_listener(_chosen["address"])
     return Client(_chosen["address"])
+
+
+class _OnStandardError(logging.Handler):
+    """What the library warns of, as the command's own words; standard error is the one of that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == self.name:  # not a gateway's, of a command that opens its cache: those have a form of their own
+            _tell(record.getMessage())
+
+
+def _tell(line: str) -> None:
+    print(f"forebay: {printable(' '.join(line.split()))}", file=sys.stderr)
+
+
+def _tell_what_is_waited_for() -> None:
+    log = logging.getLogger("forebay")
+    if not any(isinstance(handler, _OnStandardError) for handler in log.handlers):
+        handler = _OnStandardError(logging.WARNING)
+        handler.name = log.name
+        log.addHandler(handler)
+
+
+def step_or_latest(command: str, text: str) -> int | str:
+    """A step as it was given. Raises UsageError for what is none."""
+    if text != "latest" and not (text.isascii() and text.isdigit()):
+        raise exits.UsageError(f"{command}: a step is a number or 'latest', not {text!r}")
+    return text if text == "latest" else int(text)
 
 
 def chosen_address() -> str | None:
@@ -81,6 +120,7 @@ def _options(
     _chosen["address"] = address
 
 
+_GLOBAL_OPTIONS = ("--address", "--version")
 _GROUPS = ("serve", "config", "data", "show", "keep", "queue", "care", "move", "plan", "bench", "doctor", "demo")
 
 
@@ -95,7 +135,10 @@ def _tell_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)
     else:
-        print(f"{path}: {printable(' '.join(message.split()))} ('{path} --help' shows usage)", file=sys.stderr)
+        said = printable(" ".join(message.split()))
+        if (option := getattr(error, "option_name", "")) in _GLOBAL_OPTIONS:
+            said = f"{said.rstrip('.')}: it goes before the command, forebay {option}{' ADDRESS' * (option == '--address')} ..."
+        print(f"{path}: {said} ('{path} --help' shows usage)", file=sys.stderr)
     return exits.USAGE
 
 

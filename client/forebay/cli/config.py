@@ -16,10 +16,12 @@ from forebay.cli.app import Json, client
 from forebay.cli.exits import UsageError
 from forebay.cli.output import print_json, say
 from forebay.cli.serve import gateway_missing
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, InvalidArgument
+from forebay_wire.sockets import may_use_system_socket
 
 _UNSET = re.compile(r"^# (\w+) = \(unset\)$", re.MULTILINE)
 _File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The TOML file; none: the default.", show_default=False)]
+_Elsewhere = Annotated[bool, typer.Option("--elsewhere", help="The file is for another node: do not look at directories here.")]
 _Running = Annotated[bool, typer.Option("--running", help="Ask the running gateway instead.")]
 
 
@@ -32,20 +34,31 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="config")
 
 
-def check(file: _File = None, json: Json = False) -> int:
-    """Say whether a gateway would start with this file; exit 1, with the key and the rule, where not.
+def check(file: _File = None, elsewhere: _Elsewhere = False, json: Json = False) -> int:
+    """Say whether a gateway would start with this file on this node; exit 1, with the key and the rule, where not.
+
+    Keys and values are read, and the directories looked at: whether cache.path can be made and written, whether its disk has
+    cache.capacity, whether a tier's path is a file. Nothing is made or tried: `forebay doctor` measures disks and tiers.
 
     JSON keys: source, good.
     """
-    load(file)
-    print_json({"source": label(file), "good": True}) if json else say(f"{label(file)}: good")
+    config = load(file)
+    if not elsewhere:
+        _look(config, file)
+    if json:
+        print_json({"source": label(file), "good": True})
+        return 0
+    say(f"{label(file)}: good")
+    looked = "its directories were not looked at" if elsewhere else "tiers and disks were not tried"
+    say(f"{looked}; 'forebay doctor' on the node does" + ("" if file is None else f": --config {file}"))
     return 0
 
 
 def show(file: _File = None, running: _Running = False, json: Json = False) -> int:
     """Print the effective configuration as TOML: file, environment and defaults together. Keys without a value are comments.
 
-    JSON keys: node, cache, tier (a list), log, each with the keys and values of the TOML; null is a key without a value.
+    JSON keys: node, cache, tier, policy, retain (lists; the last two where there are any), metrics, log, each with the keys and
+    values of the TOML; null is a key without a value.
     """
     if running and file is not None:
         raise UsageError("config show: give a FILE or --running, not both")
@@ -57,10 +70,13 @@ def show(file: _File = None, running: _Running = False, json: Json = False) -> i
 def reload(json: Json = False) -> int:
     """Have the running gateway read its file again and apply what may change: policies, retention, tiers' limits, log.level.
 
-    What else differs takes a restart, and is named. An invalid file changes nothing; exit 2. JSON keys: changed, needs_restart.
+    What else differs takes a restart, and is named. An invalid file changes nothing; exit 1. JSON keys: changed, needs_restart.
     """
     with client() as gateway:
-        done = gateway.reload_config()
+        try:
+            done = gateway.reload_config()
+        except InvalidArgument as error:  # the file is wrong, not this command's usage: as for `check` and `serve`
+            raise ForebayError(error.message) from error
     if json:
         print_json(done)
         return 0
@@ -98,17 +114,29 @@ def load(file: Path | None) -> Any:
         from forebay_gateway.core.config import ConfigError, default_config, load_config
     except ModuleNotFoundError as error:
         raise gateway_missing(error) from error
+    hostname, may_use_system = socket.gethostname(), may_use_system_socket()
     try:
         if file is None:
-            return default_config(os.environ, os.getuid(), str(Path.home()), socket.gethostname())
+            return default_config(os.environ, os.getuid(), str(Path.home()), hostname, may_use_system)
         text = file.read_text(encoding="utf-8")
-        return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=socket.gethostname())
+        return load_config(text, os.environ, str(file), uid=os.getuid(), hostname=hostname, may_use_system=may_use_system)
     except ConfigError as error:
         raise ForebayError(str(error)) from error
     except OSError as error:
         raise ForebayError(f"cannot read the configuration {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ForebayError(f"{file}: not UTF-8: {error}") from error
+
+
+def _look(config: Any, file: Path | None) -> None:
+    """Raise ForebayError where a gateway would not start with these directories, or a tier could never be used."""
+    from forebay_gateway.core.errors import StartupError
+    from forebay_gateway.paths.preflight import check_places
+
+    try:
+        check_places(config)
+    except StartupError as error:
+        raise ForebayError(f"{error} source={label(file)}") from error
 
 
 def label(file: Path | None) -> str:

@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.app import Json, RunName, client
+from forebay.cli.app import Json, RunName, client, step_or_latest
 from forebay.cli.exits import UsageError, on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, size_text
 from forebay.export import export_dir
+from forebay.session import ENVIRONMENT as SESSION_VARIABLE
+from forebay.session import launch_session
 from forebay.types import RestoreSummary, SaveSummary
 
 _Wait = Annotated[str, typer.Option("--wait", metavar="LEVEL", help="Return once it is there: cache, a tier's name, or all.")]
@@ -49,8 +51,13 @@ def save(
     JSON keys: run, step, session, writer, shards, size, level, checkpoint_complete, elapsed_s, transient,
     through (the tier that shards went through to since the cache's disk fails; "" for none).
     """
+    if writers > 1 and session is None and launch_session() is None:
+        raise UsageError(
+            f"save: {writers} writers share one session and none is set: give --session, or set {SESSION_VARIABLE}, the same "
+            "for every writer and a new one for each launch (torchrun with --rdzv-id, and Slurm, set it by themselves)"
+        )
     left = f"unless it was committed already, nothing of it stays; `forebay info {run} {step}` tells"
-    with on_interrupt(left), client() as gateway:
+    with on_interrupt(left), client(patient=True) as gateway:
         summary = gateway.save_dir(
             directory, run, step, writers=writers, writer=writer, session=session, wait=wait, timeout=timeout, final=final
         )
@@ -71,7 +78,7 @@ def restore(
     Files appear under their names only once all are whole. JSON keys: run, step, session, shards, size, path, elapsed_s.
     """
     step, directory = _step_and_directory("restore", arguments)
-    with on_interrupt(_HALF.format(directory)), client() as gateway:
+    with on_interrupt(_HALF.format(directory)), client(patient=True) as gateway:
         summary = gateway.restore_dir(run, step, directory, source=source, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "restored")
     return 0
@@ -98,7 +105,7 @@ def export(
         with on_interrupt(_HALF.format(directory)):
             summary = export_dir(root, run, step, directory, streams=streams, durable=durable)
     else:
-        with on_interrupt(_HALF.format(directory)), client() as gateway:
+        with on_interrupt(_HALF.format(directory)), client(patient=True) as gateway:
             summary = gateway.restore_dir(run, step, directory, streams=streams, durable=durable)
     print_json(summary) if json else _say_restored(summary, "exported")
     return 0
@@ -108,9 +115,7 @@ def _step_and_directory(command: str, arguments: list[str]) -> tuple[int | str, 
     if len(arguments) > 2:
         raise UsageError(f"{command}: give RUN, at most one STEP, and DIR")
     chosen = arguments[0] if len(arguments) == 2 else "latest"
-    if chosen != "latest" and not (chosen.isascii() and chosen.isdigit()):
-        raise UsageError(f"{command}: a step is a number or 'latest', not {chosen!r}")
-    return chosen if chosen == "latest" else int(chosen), arguments[-1]
+    return step_or_latest(command, chosen), arguments[-1]
 
 
 def _say_saved(done: SaveSummary) -> None:

@@ -64,7 +64,7 @@ def doctor(
     direct_io, list_after_put, seconds; round_trip: median_s, per_s; conditional_create: create, replace; checksums: put,
     full_object; list_after_put: listed; clock_skew: seconds; multipart: supported, max_parts, part_bytes, largest_bytes;
     sample_data: shares_with; dirty_pages: dirty_bytes, background_bytes, flush_s; tcp: sent, retransmitted, ratio;
-    open_files: soft, hard.
+    open_files: soft, hard; listen: ports.
     """
     try:
         from forebay_gateway import doctor as gateway

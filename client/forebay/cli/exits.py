@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from forebay.cli.output import printable
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, os_text
 
 DONE, FAILED, USAGE, NOT_FOUND, CORRUPT, UNAVAILABLE, FULL, DENIED, TIMED_OUT = range(9)
 INTERRUPTED = 130
@@ -69,9 +69,9 @@ def guarded(command: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except PermissionError as error:
-        return _tell(str(error), DENIED)
+        return _tell(os_text(error), DENIED)
     except OSError as error:
-        return _tell(str(error), FAILED)
+        return _tell(os_text(error), FAILED)
 
 
 def _tell(line: str, code: int) -> int:

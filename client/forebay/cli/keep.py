@@ -52,7 +52,9 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without this only say what would go.")] = False,
     json: Json = False,
 ) -> int:
-    """Delete a checkpoint from cache and tiers. A dry run unless --yes is given.
+    """Delete a checkpoint from this node's cache and from the tiers. A dry run unless --yes is given.
+
+    Another node that has all of it in its cache still offers it, until that is evicted: delete it there too.
 
     JSON keys: run, step, deleted, shards, size, levels.
     """

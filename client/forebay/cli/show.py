@@ -1,18 +1,18 @@
 """`ls`, `info`, `status`, `wait`, `pressure`: what is there, and how far it is."""
 
 import json as json_module
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
 from forebay.api import Client
-from forebay.cli.app import Json, RunName, StepNumber, client
+from forebay.cli.app import Json, RunName, StepNumber, StepOrLatest, client, step_or_latest
 from forebay.cli.exits import on_interrupt
 from forebay.cli.output import count_text, duration_text, print_json, say, say_state, size_text, table
 from forebay.errors import NotFound
 from forebay.progress import byte_counter
-from forebay.types import Checkpoint, Level, Policy, Pressure, RetentionStatus, Shard, Status, TierStatus, WaitProgress
+from forebay.types import Alarm, Checkpoint, Level, Policy, Pressure, RetentionStatus, Shard, Status, TierStatus, WaitProgress
 
 _STANDING = ("held", "away", "denied", "full")  # a tier takes nothing then
 
@@ -88,7 +88,7 @@ def _list_shards(gateway: Client, run: str, step: int, json: bool) -> None:
 
 def info(
     run: RunName,
-    step: StepNumber,
+    step: StepOrLatest,
     shard: Annotated[str | None, typer.Argument(metavar="SHARD", help="One shard only.", show_default=False)] = None,
     json: Json = False,
 ) -> int:
@@ -97,14 +97,15 @@ def info(
     JSON keys: run, step, session, writers, state, missing, levels, size, shard_count, pinned, metadata, reason, kind,
     transient, policy, shards; of a shard: name, size, crc32c, writer, state, copies.
     """
+    wanted = step_or_latest("info", step)
     with client() as gateway:
-        found = gateway.describe(run, step)
+        found = gateway.describe(run, gateway.step_of(run, wanted))
     if shard is None:
         print_json(found) if json else _say_checkpoint(found)
         return 0
     one = next((item for item in found.shards if item.name == shard), None)
     if one is None:
-        raise NotFound(f"checkpoint {run}/{step} has no shard {shard!r}; 'forebay ls {run} {step}' lists them")
+        raise NotFound(f"checkpoint {run}/{found.step} has no shard {shard!r}; 'forebay ls {run} {found.step}' lists them")
     print_json(one) if json else _say_shard(one)
     return 0
 
@@ -171,11 +172,14 @@ def _say_status(found: Status) -> None:
     for alarm in found.alarms:
         say_state("  ", alarm.severity, f": {alarm.what}" + (f"; {alarm.todo}" if alarm.todo else ""))
     say(f"at risk   {_at_risk(found)}")
-    say(f"stuck     {_stuck(found)}")
+    told = _Told(found.alarms)
+    say(f"stuck     {_stuck(found, told)}")
     say(f"out in    {_out_in(found.pressure, found.tiers)}")
     cache = found.cache
     share = f"{100 * cache.used_bytes / cache.capacity_bytes:.0f} %" if cache.capacity_bytes else "?"
     full = f"{size_text(cache.used_bytes)} of {size_text(cache.capacity_bytes)} ({share})"
+    if cache.disk_free_bytes is not None and cache.disk_free_bytes < cache.capacity_bytes - cache.used_bytes:
+        full += f", but only {size_text(cache.disk_free_bytes)} free on its disk"
     pressure = f", {found.pressure.reason}" if found.pressure.reason else ""
     say_state(f"cache     {full}, {cache.open_streams} streams open, pressure ", found.pressure.level, pressure)
     say(f"holds     {found.checkpoints_complete} complete, {found.checkpoints_incomplete} incomplete checkpoints")
@@ -190,7 +194,7 @@ def _say_status(found: Status) -> None:
                 "-" if tier.oldest_pending_s is None else duration_text(tier.oldest_pending_s),
                 _pace(tier),
                 "-" if tier.live_nodes is None else str(tier.live_nodes),
-                "; ".join(filter(None, (tier.reason, f"{tier.skipped} left out so far" if tier.skipped else ""))),
+                "; ".join(filter(None, (told.unless(tier.reason), f"{tier.skipped} left out so far" if tier.skipped else ""))),
             )
             for tier in found.tiers
         ]
@@ -225,10 +229,22 @@ def _at_risk(found: Status) -> str:
     return f"{size_text(found.cache.dirty_bytes)} only on this node, not yet verified on every required tier"
 
 
-def _stuck(found: Status) -> str:
-    parts = [
-        f"tier {tier.name} is {tier.state}{': ' + tier.reason if tier.reason else ''}" for tier in found.tiers if _blocks(tier)
-    ]
+class _Told:
+    """What the alarms say already: a server's error may be long, and once is enough."""
+
+    def __init__(self, alarms: Sequence[Alarm]) -> None:
+        self._alarms = [alarm.what for alarm in alarms]
+
+    def unless(self, reason: str) -> str:
+        """The reason, empty where an alarm has it."""
+        return "" if any(reason in what for what in self._alarms) else reason
+
+
+def _stuck(found: Status, told: _Told) -> str:
+    parts = []
+    for tier in filter(_blocks, found.tiers):
+        reason = told.unless(tier.reason)
+        parts.append(f"tier {tier.name} is {tier.state}" + (f": {reason}" if reason else ""))
     for item in found.incomplete[:3]:
         lacks = "; ".join(map(str, item.missing[:3])) or item.reason
         parts.append(f"{item.run}/{item.step} is incomplete{': ' + lacks if lacks else ''}")
@@ -261,7 +277,7 @@ def wait(
     JSON keys: reached, bytes_done, bytes_total, missing, reason.
     """
     left = f"only the waiting ended, {run}/{step} goes on to {level} by itself"
-    with on_interrupt(left), client() as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
+    with on_interrupt(left), client(patient=True) as gateway, byte_counter(f"wait for {run}/{step} at {level}", None) as count:
         done_bytes = 0
 
         def progress(seen: WaitProgress) -> None:

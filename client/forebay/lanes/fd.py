@@ -17,7 +17,7 @@ from typing import Any
 from forebay import address as addresses
 from forebay import cancel
 from forebay.connection import Connection, Stubs
-from forebay.errors import ForebayError, Unavailable, Unsupported, from_detail
+from forebay.errors import ForebayError, PermissionDenied, Unavailable, Unsupported, from_detail
 from forebay.retry import RetryPolicy
 from forebay_wire.fd_lane import REPLY, SECRET_BYTES, SIGN_OF_LIFE, SOCKET_PATH_BYTES_MAX, WRITE_FAILED, fd_socket_path
 from forebay_wire.v1 import gateway_pb2 as pb
@@ -154,7 +154,8 @@ def _connect(connection: Connection, doing: str) -> socket.socket:
             made.close()
             # A gateway that is away has neither socket; one that has just come has both.
             if (problem := addresses.problem(target)) is not None:
-                raise Unavailable(f"{doing}: {problem}") from error
+                kind = PermissionDenied if problem.denied else Unavailable
+                raise kind(f"{doing}: {problem}") from error
             if last:
                 raise NotOffered(f"{doing}: there is no fd lane at {path}: {error.strerror or error}") from error
         else:

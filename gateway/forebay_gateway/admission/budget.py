@@ -12,6 +12,7 @@ from forebay_gateway.admission.curve import pace_s
 from forebay_gateway.admission.disk import DiskHealth
 from forebay_gateway.admission.quota import Quotas
 from forebay_gateway.core.errors import CacheFull, InvalidArgument
+from forebay_gateway.core.quantities import size_text
 
 RETRY_S_MIN, RETRY_S_MAX = 0.25, 30.0
 
@@ -275,4 +276,4 @@ class Budget:
 
 def disk_full_reason(free: int, reserve: int) -> str:
     """What people are told."""
-    return f"the cache's disk is full: {free} bytes are free, {reserve} are kept for the catalog"
+    return f"the cache's disk is full: {size_text(free)} are free, {size_text(reserve)} are kept for the catalog"

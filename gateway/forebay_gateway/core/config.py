@@ -15,7 +15,6 @@ import msgspec
 
 from forebay_gateway.core.config_keys import READERS, BadValue, Cadence, Key, from_environment
 from forebay_gateway.core.config_sections import (
-    SYSTEM_SOCKET,
     CacheConfig,
     Config,
     LogConfig,
@@ -26,7 +25,8 @@ from forebay_gateway.core.config_sections import (
     TierConfig,
 )
 from forebay_gateway.core.errors import StartupError
-from forebay_gateway.core.quantities import format_duration, format_size
+from forebay_gateway.core.quantities import format_duration, format_size, parse_duration
+from forebay_wire.sockets import SYSTEM_SOCKET, fallback_socket, session_socket
 
 ENV_PREFIX = "FOREBAY_"
 # Of clients and of tests; the gateway has one, too.
@@ -106,7 +106,8 @@ class _Reader:
                 raise self.fail(f"section [{section}] is not available in this release")
             if section not in _SECTIONS:
                 near = get_close_matches(section, _SECTIONS, 1, 0.0)
-                raise self.fail(f"unknown section or key {_word(section)} at the top; the nearest known section is [{near[0]}]")
+                known = f"[[{near[0]}]]" if near[0] in _LISTS else f"[{near[0]}]"
+                raise self.fail(f"unknown section or key {_word(section)} at the top; the nearest known section is {known}")
             if section in _LISTS:
                 if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
                     raise self.fail(
@@ -208,17 +209,15 @@ def _variable(middle: str, key: str) -> str:
     return f"{ENV_PREFIX}{middle}_{key}".upper().replace("-", "_")
 
 
-def _default_socket(env: Mapping[str, str], uid: int | None) -> str:
-    # A service account without a session has no XDG_RUNTIME_DIR; its unit makes /run/forebay.
-    runtime = env.get("XDG_RUNTIME_DIR", "")
-    if uid != 0 and runtime.startswith("/"):
-        return f"{runtime.rstrip('/')}/forebay/gateway.sock"
-    return SYSTEM_SOCKET
+def _default_socket(env: Mapping[str, str], uid: int | None, may_use_system: bool) -> str:
+    if uid == 0:
+        return SYSTEM_SOCKET
+    # A service account has no session, but a unit that makes /run/forebay; in a container there may be neither.
+    return session_socket(env) or (SYSTEM_SOCKET if may_use_system or uid is None else fallback_socket(uid))
 
 
-def _node(reader: _Reader, env: Mapping[str, str], uid: int | None, hostname: str) -> NodeConfig:
+def _node(reader: _Reader, socket: str, hostname: str) -> NodeConfig:
     table = reader.sections["node"][0]
-    socket = _default_socket(env, uid)
     table.setdefault("listen", [f"unix://{socket}"])
     table.setdefault("id", hostname)
     listen = table["listen"] if isinstance(table["listen"], list) else []
@@ -326,9 +325,9 @@ def _retain(reader: _Reader, tiers: tuple[TierConfig, ...]) -> tuple[RetainConfi
     return tuple(rules)
 
 
-def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, uid: int | None, hostname: str) -> Config:
+def _build(raw: Mapping[str, Any], env: Mapping[str, str], source: str, socket: str, hostname: str) -> Config:
     reader = _Reader(raw, env, source)
-    node = _node(reader, env, uid, hostname)
+    node = _node(reader, socket, hostname)
     cache = _cache(reader)
     metrics, log = MetricsConfig(**reader.values("metrics")), LogConfig(**reader.values("log"))
     tiers = _tiers(reader, cache)
@@ -352,19 +351,22 @@ def is_live(section: str, field: str) -> bool:
     return section in _UNNAMED or _KEYS[section][_key_name(field)].live
 
 
-def load_config(text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "") -> Config:
+def load_config(
+    text: str, env: Mapping[str, str], source: str, *, uid: int | None = None, hostname: str = "", may_use_system: bool = True
+) -> Config:
     """The configuration in TOML `text`, overridden by FOREBAY_* of `env`. `source` names the text in errors.
 
-    `uid` and `hostname` give the defaults of node.listen and node.id. Raises ConfigError, and nothing else.
+    `uid`, `hostname` and whether the user may make the system's socket give the defaults of node.listen and node.id. Raises
+    ConfigError, and nothing else.
     """
     try:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError and names line and column
         raise ConfigError(f"not TOML: {error}", source=source) from error
-    return _build(raw, env, source, uid, hostname)
+    return _build(raw, env, source, _default_socket(env, uid, may_use_system), hostname)
 
 
-def default_config(env: Mapping[str, str], uid: int, home: str, hostname: str) -> Config:
+def default_config(env: Mapping[str, str], uid: int, home: str, hostname: str, may_use_system: bool = True) -> Config:
     """The configuration without a file: all data below the user's state home, one POSIX tier beside the cache."""
     state = env.get("XDG_STATE_HOME", "")
     base = f"{state.rstrip('/') if state.startswith('/') else home.rstrip('/') + '/.local/state'}/forebay"
@@ -372,7 +374,7 @@ def default_config(env: Mapping[str, str], uid: int, home: str, hostname: str) -
         "cache": {"path": f"{base}/cache"},
         "tier": [{"name": "pfs", "kind": "posix", "path": f"{base}/pfs"}],
     }
-    return _build(raw, env, "embedded default", uid, hostname)
+    return _build(raw, env, "embedded default", _default_socket(env, uid, may_use_system), hostname)
 
 
 def _toml_string(text: str) -> str:
@@ -390,6 +392,8 @@ def _toml_value(value: Any, read: str) -> str:
         return _toml_string(value)
     if "size" in read:
         return _toml_string(format_size(value))
+    if read.startswith("duration") and parse_duration(text := format_duration(value)) == value:  # below 1 ns it is not
+        return _toml_string(text)
     return repr(value)
 
 
@@ -426,8 +430,6 @@ def _default_shown(key: Key, default: Any) -> str:
         return f'`"{default}"`'
     if "size" in key.read:
         return f'`"{format_size(default)}"`'
-    if key.read.startswith("duration"):
-        return f'`"{format_duration(default)}"`'
     return f"`{_toml_value(default, key.read)}`"
 
 

@@ -90,7 +90,8 @@ def _tier_name(value: Any, key: Key) -> str:
 def _path(value: Any, key: Key) -> str:
     text = _text(value, key)
     if not text.startswith("/"):
-        raise BadValue("an absolute path", f'"/{text.lstrip("~./")}"')
+        # None is named: what it is relative to, or whose home is meant, is not known here, and below / it is not.
+        raise BadValue("an absolute path, one that begins with '/' ('~' and variables are not replaced)")
     if text.startswith("//") or normpath(text) != text:
         raise BadValue("a path without '.', '..', doubled or trailing '/'", f'"/{normpath(text).lstrip("/")}"')
     if text == "/":
@@ -115,7 +116,8 @@ def _check_socket(address: str) -> None:
     try:
         _path(path, Key("path"))
     except BadValue as error:
-        raise BadValue(f'"unix://" and then {error.rule}', f'"unix://{error.nearest.strip(chr(34))}"') from None
+        nearest = f'"unix://{error.nearest.strip(chr(34))}"' if error.nearest else '"unix:///run/forebay/gateway.sock"'
+        raise BadValue(f'"unix://" and then {error.rule}', nearest) from None
 
 
 def _listen(value: Any, key: Key) -> tuple[str, ...]:
@@ -129,6 +131,8 @@ def _listen(value: Any, key: Key) -> tuple[str, ...]:
             raise BadValue(
                 "made of unix:///path and host:port entries", f'"unix:///{address.removeprefix("unix:").lstrip("/")}"'
             )
+        elif address.startswith("/"):
+            raise BadValue("made of unix:///path and host:port entries", f'"unix://{address}"')
         elif _port_problem(address):
             raise BadValue("made of unix:///path and host:port entries", '"127.0.0.1:7400"')
     if len(set(addresses)) != len(addresses):

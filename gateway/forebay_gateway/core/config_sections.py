@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay_gateway.core.config_keys import Cadence, Key
+from forebay_wire.sockets import SYSTEM_SOCKET
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DAY_S = 86400.0
-SYSTEM_SOCKET = "/run/forebay/gateway.sock"
 
 
 def _key(description: str, read: str, **facts: Any) -> msgspec.Meta:
@@ -32,7 +32,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         _key(
             "Addresses to serve: `unix:///path` and `host:port`. A port has no authentication, no TLS: trusted networks only.",
             "list of addresses",
-            default=f"`unix://{SYSTEM_SOCKET}`, or below `$XDG_RUNTIME_DIR` when not root",
+            default=f"`unix://{SYSTEM_SOCKET}`; when not root below `$XDG_RUNTIME_DIR`, else below `/tmp/forebay-<uid>`",
         ),
     ]
     runtime_dir: Annotated[

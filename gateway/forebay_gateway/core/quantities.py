@@ -6,7 +6,7 @@ Owns parsing and printing. Does not own which sizes or durations a key accepts (
 import re
 from fractions import Fraction
 
-__all__ = ["format_duration", "format_size", "parse_duration", "parse_size"]
+__all__ = ["format_duration", "format_size", "parse_duration", "parse_size", "size_text"]
 
 _SIZE_UNITS = {
     "": 1,
@@ -60,6 +60,15 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
+def size_text(size_bytes: float) -> str:
+    """Bytes for people, rounded: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
 def format_duration(duration_s: float) -> str:
     """An exact form: parse_duration of it gives the same number (for durations of at least a nanosecond)."""
     for unit in ("d", "h", "m"):
@@ -68,4 +77,4 @@ def format_duration(duration_s: float) -> str:
             return f"{int(duration_s) // unit_s}{unit}"
     if duration_s == int(duration_s):
         return f"{int(duration_s)}s"
-    return f"{duration_s:.9f}".rstrip("0") + "s"
+    return f"{duration_s:.9f}".rstrip("0").rstrip(".") + "s"

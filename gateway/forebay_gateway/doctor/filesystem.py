@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 
 from forebay_gateway.cache.mounts import MOUNTINFO, Mount, existing_ancestor, is_refused, mount_of
-from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.core.quantities import size_text
+from forebay_gateway.doctor.report import Check
 
 _PROVED = frozenset({"ext4", "xfs"})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})

@@ -1,14 +1,16 @@
-"""The machine itself: dirty pages, TCP, open files, and whether the samples share the cache's disk.
+"""The machine itself: dirty pages, TCP, open files, who can reach the gateway, and whether the samples share the cache's disk.
 
 Owns these parsers and what is thought of their values.
 """
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay_gateway.doctor.report import NODE, Check, size_text
+from forebay_gateway.core.exposure import tcp_addresses, unguarded
+from forebay_gateway.core.quantities import size_text
+from forebay_gateway.doctor.report import NODE, Check
 
 SNMP = Path("/proc/net/snmp")
 MEMINFO = Path("/proc/meminfo")
@@ -133,6 +135,23 @@ def open_files_check(limits: tuple[int, int] | None = None) -> Check:
         "a gateway started from here inherits it: each client, shard and connection takes one",
         "ulimit -n 65536, or LimitNOFILE=65536 in its unit" if few else "",
         {"soft": soft, "hard": hard},
+    )
+
+
+def listen_check(listen: Iterable[str]) -> Check:
+    """Who can reach the gateway, by node.listen. A port of the host alone is no finding: it is told."""
+    listen = tuple(listen)
+    found = tcp_addresses(listen)
+    wide = "network" in found.values()
+    do = "leave out of node.listen what is no unix:// path, or let a firewall admit trusted hosts alone"
+    return Check(
+        NODE,
+        "listen",
+        "WARN" if wide else "OK",
+        unguarded(listen) or "unix sockets alone",
+        "who can connect can read and delete every checkpoint",
+        do if wide else "",
+        {"ports": ", ".join(found)},
     )
 
 

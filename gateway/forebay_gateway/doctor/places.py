@@ -14,10 +14,10 @@ from forebay_gateway.cache.mounts import Mount, existing_ancestor
 from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import ForebayError, InvalidArgument
 from forebay_gateway.core.layout import CONTROL_DIR
-from forebay_gateway.core.quantities import format_size
+from forebay_gateway.core.quantities import format_size, size_text
 from forebay_gateway.doctor.devices import device_of, disks_of
 from forebay_gateway.doctor.filesystem import find_mount
-from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.doctor.report import Check
 from forebay_gateway.tiers.posix.marker import MADE
 
 SIZE_MIN = 1 << 20

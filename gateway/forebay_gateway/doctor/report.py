@@ -6,6 +6,8 @@ Owns the shapes and the names that JSON shows. Does not own what is measured, no
 from dataclasses import dataclass, field
 from typing import Literal
 
+from forebay_gateway.core.quantities import size_text
+
 Status = Literal["OK", "WARN", "FAIL"]
 Figure = float | int | str | bool | None | list[float]
 
@@ -38,6 +40,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "dirty_pages": ("dirty_bytes", "background_bytes", "flush_s"),
     "tcp": ("sent", "retransmitted", "ratio"),
     "open_files": ("soft", "hard"),
+    "listen": ("ports",),
 }
 
 
@@ -101,15 +104,6 @@ def worst(checks: "list[Check]") -> Status:
     """The status of them all."""
     states = {check.status for check in checks}
     return "FAIL" if "FAIL" in states else "WARN" if "WARN" in states else "OK"
-
-
-def size_text(size: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def rate_text(bytes_per_s: float) -> str:

@@ -11,12 +11,13 @@ from pathlib import Path
 from forebay_gateway.cache.mounts import existing_ancestor
 from forebay_gateway.core.config_sections import Config
 from forebay_gateway.core.errors import ForebayError, InvalidArgument
+from forebay_gateway.core.quantities import size_text
 from forebay_gateway.doctor import fio, node, probe_files, syncs, throughput
 from forebay_gateway.doctor.devices import Gauge, Load, device_of, disk_check, disks_of, disks_under, sharing
 from forebay_gateway.doctor.filesystem import find_mount, mount_check, space_checks, type_check
 from forebay_gateway.doctor.frequency import Measured, highest
 from forebay_gateway.doctor.places import Place, explain, look, places_of, refuse_size
-from forebay_gateway.doctor.report import Check, Report, rate_text, size_text, worst
+from forebay_gateway.doctor.report import Check, Report, rate_text, worst
 from forebay_gateway.doctor.striping import striping_check
 from forebay_gateway.doctor.tiers import Speeds, measure_s3, prove_posix
 from forebay_gateway.doctor.watch import Watch, run_async, watched
@@ -81,7 +82,7 @@ def examine(config: Config, source: str, options: Options, tell: Callable[[str],
     if options.told is not None:
         places[0].checks.append(through_check(options.told))
     checks = [check for place in places for check in place.checks]
-    checks += _node_checks(places, measured[0], tcp, options)
+    checks += [*_node_checks(places, measured[0], tcp, options), node.listen_check(config.node.listen)]
     return Report(source, size, options.nodes, worst(checks), tuple(checks), highest(_carrying(places, measured), size))
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.core.quantities import size_text
+from forebay_gateway.doctor.report import Check
 
 STRIPE_BYTES = 4 << 20  # a chunk
 _UNKNOWN_TARGETS = 8

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import ForebayError, InvalidArgument, PermissionDenied, Unsupported
 from forebay_gateway.core.layout import CONTROL_DIR
+from forebay_gateway.core.quantities import size_text
 from forebay_gateway.doctor.probe_files import is_left_over, new_name
-from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.doctor.report import Check
 from forebay_gateway.doctor.throughput import BLOCK_BYTES
 from forebay_gateway.doctor.watch import Watch
 from forebay_gateway.tiers.base import Capabilities, PutOptions, Tier

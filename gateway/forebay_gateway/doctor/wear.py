@@ -6,7 +6,8 @@ Owns what follows from it; their JSON is read by forebay_wire.wear. Nothing of a
 import re
 from collections.abc import Callable
 
-from forebay_gateway.doctor.report import Check, size_text
+from forebay_gateway.core.quantities import size_text
+from forebay_gateway.doctor.report import Check
 from forebay_wire.wear import parse
 
 Run = Callable[[list[str]], str | None]

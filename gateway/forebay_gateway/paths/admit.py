@@ -17,9 +17,8 @@ from forebay_gateway.admission.quota import Quotas
 from forebay_gateway.admission.waiting import WaitingRoom
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.catalog import Catalog
-from forebay_gateway.core.config_sections import MIB, Config
-from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument, StartupError
-from forebay_gateway.core.quantities import format_size
+from forebay_gateway.core.config_sections import Config
+from forebay_gateway.core.errors import CacheFull, DiskFailed, DiskFull, InvalidArgument
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.safety import expendable_bytes
@@ -29,7 +28,6 @@ DISK_FULL_RETRY_S = 5.0
 DISK_FAILS_RETRY_S = 5.0
 EXPENDABLE_AGAIN_S = 1.0
 REST_FACTOR = 20  # a look at what may go takes at most this part of one core, however much there is
-CAPACITY_SHARE = 0.8  # of the disk, where none is configured
 
 
 class Admitter:
@@ -142,19 +140,6 @@ class Admitter:
         if await self._evictor.evict(missing) < missing:
             reason = disk_full_reason(node.cache.free_on_disk, reserve)
             raise DiskFull(reason, retry_after_s=DISK_FULL_RETRY_S, needs_bytes=size)
-
-
-def capacity_of(configured: int | None, disk_bytes: int) -> int:
-    """Bytes that the cache may fill on a disk of that size. Raises StartupError for more than there are."""
-    usual = int(disk_bytes * CAPACITY_SHARE)
-    if configured is None:
-        return usual
-    if configured > disk_bytes:
-        raise StartupError(
-            f"cache.capacity is {format_size(configured)}, and the disk of cache.path has {format_size(disk_bytes)} in all; "
-            f'set at most "{usual // MIB}MiB", {CAPACITY_SHARE:.0%} of it, or leave the key out'
-        )
-    return configured
 
 
 class Dirty:

@@ -20,12 +20,14 @@ from forebay_gateway.core.records import Origin, PartState, PublishState, Sessio
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import (
+    describe_gone,
     describe_missing,
     describe_spread,
     is_cached,
     is_complete,
     knows_copies,
     missing_parts,
+    published_on,
     sessions_of,
 )
 from forebay_gateway.tiers.monitor import MonitoredTier
@@ -43,6 +45,10 @@ REMEMBERED_MAX = 20_000
 ADOPTED_AT_ONCE = 1000  # shards in one transaction, those in packs too: some 30 ms; a pack is never divided
 
 _File = tuple[int, ShardEntry, PackIndex | None]  # writer, file, its index where it is a pack
+
+
+class Gone(NotFound):
+    """Of a checkpoint that this catalog knows, and nobody else. kind stays "not_found"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,10 @@ class Finder:
         self._check_stays(run, step)
         local = self._complete_here(run, step)
         if local is not None and self._whole_in_cache(local):
+            self._node.gone.pop(local.id, None)
             return Found(local)
         damaged: Corrupt | None = None
+        without: set[str] = set()
         for tier in self._node.usable_tiers():
             try:
                 adopted = await self._adopt(tier, run, step)
@@ -83,8 +91,14 @@ class Finder:
                 tier.failed(error)
                 continue
             if adopted is not None:
+                self._node.gone.pop(adopted.id, None)
                 return Found(adopted, self._unreachable())
+            without.add(tier.name)
         if local is not None:
+            if await self._is_gone(local, without):
+                self._node.gone[local.id] = None
+                raise Gone(describe_gone(local), run=run, step=step)
+            self._node.gone.pop(local.id, None)
             return Found(local, self._unreachable())
         raise self._why_not(run, step, damaged)
 
@@ -102,6 +116,24 @@ class Finder:
             if checkpoint is None or checkpoint.deleting:
                 return None
             return next((row for row in reversed(sessions_of(txn, checkpoint)) if is_complete(txn, row)), None)
+
+    async def _is_gone(self, local: SessionRow, without: set[str]) -> bool:
+        """Whether each tier that had the manifest of what is not whole in the cache has none now. An absence counts only when
+        the tier says it twice: else an older checkpoint would be taken for the newest."""
+        names = published_on(local)
+        if not names or not without.issuperset(names):
+            return False
+        for name in names:
+            tier = self._node.tiers[name]
+            try:
+                await tier.tier.head(manifest_key(local.run, local.step))
+                return False
+            except NotFound:
+                continue
+            except ForebayError as error:
+                tier.failed(error)
+                return False
+        return True
 
     def _whole_in_cache(self, session: SessionRow) -> bool:
         with self._node.catalog.read() as txn:

@@ -86,6 +86,8 @@ class Node:
     read_s: Recent[int, float] = field(
         default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX)
     )  # session: monotonic, last asked
+    # session: its manifest is on none of the tiers that had it, by the last look there, see find.py
+    gone: Recent[int, None] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     # session: tiers on which the node of its writer 0 leaves nothing of the run out, as that has said.
     unruled: Recent[int, frozenset[str]] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)

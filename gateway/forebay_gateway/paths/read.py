@@ -28,8 +28,8 @@ from forebay_gateway.core.errors import (
     NotFound,
     Unavailable,
 )
-from forebay_gateway.core.layout import shard_key
-from forebay_gateway.core.records import CopyRow, NamedShard, SessionRow, ShardKey, ShardRow
+from forebay_gateway.core.layout import manifest_key, shard_key
+from forebay_gateway.core.records import CopyRow, NamedShard, PublishState, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
 from forebay_gateway.movers.jobs import FetchJob, FetchSource, Identity, ItemDone, ItemFailed, ShardItem
 from forebay_gateway.paths.drain import shard_item
@@ -54,7 +54,7 @@ CACHED_STATES = (ShardState.SEALED, ShardState.EVICTABLE)
 
 
 class Removed(NotFound):
-    """Absent since retention took it: no damage. kind stays "not_found"."""
+    """Absent since retention took it, or somebody deleted it: no damage. kind stays "not_found"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class ReadPath:
             tier.failed(error)
             return error
         if isinstance(error, NotFound) and await self._was_removed(key, tier):
-            return Removed("retention has removed the checkpoint from the tier", tier=tier.name)
+            return Removed("the checkpoint was removed from the tier", tier=tier.name)
         event = CopyEvent.MISMATCH if isinstance(error, Corrupt) else CopyEvent.GONE
 
         required = self._node.required_tiers
@@ -269,10 +269,21 @@ class ReadPath:
         return error
 
     async def _was_removed(self, key: ShardKey, tier: MonitoredTier) -> bool:
-        """Whether its absence is no damage: then it is not put there again."""
+        """Whether its absence is no damage, by the run's ledger, or as the manifest is gone too: another node may have deleted
+        the checkpoint, and fsck tells. Then it is not put there again."""
         with self._node.catalog.read() as txn:
             session = txn.session(key.session_id)
-        return session is not None and await was_removed(self._node, tier, session)
+        if session is None or await was_removed(self._node, tier, session):
+            return session is not None
+        if session.publish.get(tier.name) is not PublishState.COMPLETE:
+            return False
+        try:
+            await tier.tier.head(manifest_key(session.run, session.step))
+        except NotFound:
+            return True
+        except ForebayError as error:
+            tier.failed(error)
+        return False
 
     async def _asked_again(self, key: ShardKey, tier: MonitoredTier, error: NotFound) -> ForebayError:
         with self._node.catalog.read() as txn:
@@ -462,7 +473,7 @@ class _Stream:
         tried = ", ".join(f"{name}: {error.sentence}" for name, error in self._errors.items()) or "no copy is there"
         details: dict[str, Any] = {"name": self._name, "chunk": self._at}
         if self._errors and all(isinstance(error, Removed) for error in self._errors.values()) and not self._path.unreachable():
-            return NotFound("retention has removed this checkpoint while it was read; read a newer one", **details)
+            return NotFound("this checkpoint was removed while it was read; read another one", **details)
         if self._errors and all(isinstance(error, Corrupt | NotFound) for error in self._errors.values()):
             away = self._path.unreachable()
             if source != "auto" or not away:

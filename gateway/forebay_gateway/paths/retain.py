@@ -16,13 +16,13 @@ from functools import partial
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import ReadTxn, WriteTxn
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.errors import ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
 from forebay_gateway.core.layout import announce_key, current_key, manifest_key, part_key, shard_key
 from forebay_gateway.core.records import CheckpointRow, PublishState, SessionRow, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths import marks
 from forebay_gateway.paths.announce import own_writers, withdraw
-from forebay_gateway.paths.find import Finder
+from forebay_gateway.paths.find import Finder, Gone
 from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import FILES, Node
 from forebay_gateway.paths.pages import all_shards, pages
@@ -31,7 +31,7 @@ from forebay_gateway.paths.safety import HELD_STATES, is_expendable
 from forebay_gateway.paths.verdicts import drop_verdicts, name_of
 from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_wire.manifest import Manifest, ManifestError
+from forebay_wire.manifest import Manifest, ManifestError, NewerVersion, what_is_wrong
 
 log = logging.getLogger("forebay.retain")
 
@@ -74,7 +74,8 @@ class Retention:
         await self.pinned(row)
 
     async def delete(self, run: str, step: int, *, force: bool, dry_run: bool) -> Deletion:
-        """Delete a checkpoint everywhere; refuses pinned ones, and ones that no tier holds unless `force`."""
+        """Delete a checkpoint everywhere; refuses pinned ones, and ones that no tier holds unless `force`. Raises Unsupported
+        where a newer release's manifest stands on a tier."""
         row = await self._known(run, step)
         if row.pinned:
             raise InvalidArgument(
@@ -88,6 +89,8 @@ class Retention:
                 run=run,
                 step=step,
             )
+        if not row.deleting:
+            await self._refuse_newer(row, sessions)
         count, size = sum(shard.visible_count for shard in shards), sum(shard.visible_size for shard in shards)
         if dry_run:
             levels = tuple(["cache"] * any(shard.disk_size for shard in shards)) + self._node.tier_names
@@ -98,6 +101,17 @@ class Retention:
         await self.deleted(row)
         done, pending = await self._finish(row)
         return Deletion(count, size, done, pending)
+
+    async def _refuse_newer(self, row: CheckpointRow, sessions: list[SessionRow]) -> None:
+        """Before anything of it is marked. A tier that cannot be asked now is looked at when it is its turn."""
+        for tier in self._node.tiers.values():
+            try:
+                if tier.takes_deletions:
+                    await self._is_theirs(tier, row, sessions)
+            except Unsupported:
+                raise
+            except ForebayError as error:
+                tier.failed(error)
 
     async def _mark(self, row: CheckpointRow, may_go: Callable[[ReadTxn, CheckpointRow], bool] = lambda txn, row: True) -> None:
         """Deleting, in the catalog and beside it; raises Unavailable where a session was begun since the look at `row`, or
@@ -155,6 +169,8 @@ class Retention:
         reason: ForebayError | None = None
         try:
             await self._finder.complete(run, step)
+        except Gone as error:  # by another node, from the tiers
+            reason = error
         except NotFound as error:
             with self._node.catalog.read() as txn:
                 row = txn.checkpoint(run, step)
@@ -202,11 +218,16 @@ class Retention:
         """False where the tier is away, or something is still on its way to it: it is tried again."""
         if not tier.takes_deletions or await self.is_under_way(tier, sessions):
             return False
+        alarm = f"delete-{row.run}-{row.step}-{tier.name}"
         try:
             await self._off_tier(tier, row, sessions, shards)
         except ForebayError as error:
+            if isinstance(error, Unsupported):
+                what = f"the deletion of {row.run}/{row.step} cannot go on: {error.sentence}"
+                self._node.alarms[alarm] = (what, "meanwhile it is not offered here")
             tier.failed(error)
             return False
+        self._node.alarms.pop(alarm, None)
         return True
 
     async def _off_tier(
@@ -292,21 +313,28 @@ class Retention:
 
     async def _drop_manifest(self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow]) -> None:
         """Only a manifest that names a session of ours: a newer session of another node is not ours to delete."""
-        key = manifest_key(row.run, row.step)
         try:
-            document, _ = await tier.tier.get_small(key)
+            if await self._is_theirs(tier, row, sessions):
+                return
         except NotFound:
-            return
-        try:
-            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
-            theirs = manifest.session not in {session.session for session in sessions}
-        except ManifestError:
-            theirs = False
-        if theirs:
             return
         await tier.tier.delete(current_key(row.run, row.step))
         failpoints.hit("delete.pointer_gone")
-        await tier.tier.delete(key)
+        await tier.tier.delete(manifest_key(row.run, row.step))
+
+    async def _is_theirs(self, tier: MonitoredTier, row: CheckpointRow, sessions: list[SessionRow]) -> bool:
+        """Whether the manifest there names no session of ours. Raises NotFound where there is none, and Unsupported for a newer
+        release's, which may name what nobody here knows of."""
+        key = manifest_key(row.run, row.step)
+        document, _ = await tier.tier.get_small(key)
+        try:
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+        except NewerVersion as error:
+            what = what_is_wrong("the manifest", error)
+            raise Unsupported(f"{what}; delete it with that release", tier=tier.name, key=key) from error
+        except ManifestError:
+            return False
+        return manifest.session not in {session.session for session in sessions}
 
     async def _out_of_cache(self, sessions: list[SessionRow], shards: list[ShardRow]) -> None:
         cache, io = self._node.cache, self._node.io

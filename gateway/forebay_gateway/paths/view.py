@@ -15,6 +15,7 @@ from forebay_gateway.core.records import CheckpointRow, NamedShard, PublishState
 from forebay_gateway.paths.node import SHARD_BYTES, Node
 from forebay_gateway.paths.pages import all_shards, inside_of
 from forebay_gateway.paths.wholeness import (
+    describe_gone,
     describe_missing,
     describe_spread,
     is_complete,
@@ -58,13 +59,13 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
     sessions = sessions_of(txn, row)
     if not sessions:
         return None
-    complete = [session for session in sessions if is_complete(txn, session)]
+    complete = [session for session in sessions if is_complete(txn, session) and session.id not in node.gone]
     session = complete[-1] if complete else sessions[-1]
     sums, first = txn.session_sums(session.id), txn.part(session.id, 0)
     missing = () if complete else missing_parts(txn, session)
     reason = session.reason or (describe_missing(missing) if missing else "")
     if not complete and not reason:
-        reason = describe_spread(txn, session)
+        reason = describe_gone(session) if session.id in node.gone else describe_spread(txn, session)
     return CheckpointView(
         session=session,
         state="complete" if complete else "incomplete",
@@ -89,7 +90,7 @@ def _levels(node: Node, txn: ReadTxn, session: SessionRow) -> list[LevelView]:
         state = session.publish.get(tier.name)
         _, _, done, size = txn.session_progress(session.id, tier.name)
         if state is PublishState.COMPLETE:
-            word = "complete"
+            word = "gone" if session.id in node.gone else "complete"
         elif state is PublishState.SUPERSEDED:
             word = "superseded"
         elif state is PublishState.REMOVED:

@@ -65,6 +65,22 @@ def past_the_cache(txn: ReadTxn, session: SessionRow) -> str:
     return f"{went} while the cache's disk failed, and are not in the cache"
 
 
+def published_on(session: SessionRow) -> tuple[str, ...]:
+    """The tiers whose manifest alone makes a session complete that is not whole in this node's cache; empty where something of
+    it is still on its way."""
+    if PublishState.PENDING in session.publish.values():
+        return ()
+    return tuple(name for name, state in session.publish.items() if state is PublishState.COMPLETE)
+
+
+def describe_gone(session: SessionRow) -> str:
+    """One clause for people, where none of these tiers has the manifest any more."""
+    return (
+        f"its manifest is gone from {' and '.join(published_on(session))}, and it is not whole in this node's cache: another "
+        "node may have deleted it. `forebay rm` ends it here too; `forebay fsck` says what is left of it"
+    )
+
+
 def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
     """Whether every shard of every writer has a row for its copy on the tier."""
     parts = txn.parts(session.id)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from forebay_gateway import __version__
 from forebay_gateway.core.config import render_toml
+from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.expire import Expiry
 from forebay_gateway.paths.fleet import Fleet
@@ -95,7 +96,14 @@ class AdminService:
             file_system=node.cache.file_system,
             open_streams=self._writes.open_streams,
             oldest_dirty_s=node.budget.dirty_age_s,
+            disk_free_bytes=self._disk_free_bytes(),
         )
+
+    def _disk_free_bytes(self) -> int | None:
+        try:
+            return self._node.cache.free_on_disk
+        except Unavailable:  # the alarms tell of a disk that fails
+            return None
 
     def _tier(self, tier: MonitoredTier) -> pb.TierStatus:
         with self._node.catalog.read() as txn:

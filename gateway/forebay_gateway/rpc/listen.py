@@ -4,12 +4,15 @@ Owns the look whether somebody else serves there. Does not own what is served (b
 """
 
 import asyncio
+import contextlib
+import os
 import socket
 from pathlib import Path
 
 import grpc.aio
 
 from forebay_gateway.core.errors import StartupError
+from forebay_wire.sockets import fallback_socket, not_private
 
 SOCKET_MODE = 0o660  # to connect is to write: the gateway's own user and its group may, whatever the umask
 
@@ -53,9 +56,16 @@ def _check_port(address: str) -> None:
 
 
 def claim_socket(path: Path) -> None:
-    """Remove a socket that nobody serves any more; refuse one that somebody does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
+    """Remove a socket that nobody serves any more; refuse one that somebody does, and a directory that cannot be had."""
+    try:
+        _make_directory(path)
+        there = path.exists()
+    except OSError as error:
+        raise StartupError(
+            f"cannot make the socket {path}: {error.strerror}: {error.filename or path.parent}; set node.listen, or "
+            "FOREBAY_NODE_LISTEN=unix:///path/gateway.sock, to a place of this user's, and FOREBAY_ADDRESS likewise for clients"
+        ) from error
+    if not there:
         return
     if not path.is_socket():
         raise StartupError(f"{path} is there and is no socket; remove it or choose another node.listen")
@@ -68,3 +78,16 @@ def claim_socket(path: Path) -> None:
         except OSError as error:
             raise StartupError(f"cannot use the socket {path}: {error}") from error
     raise StartupError(f"another gateway serves {path}; stop it or choose another node.listen")
+
+
+def _make_directory(path: Path) -> None:
+    """The socket's directory. The fallback's, where anybody could have made it, has to be this user's alone."""
+    if path != Path(fallback_socket(os.getuid())):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(0o700)
+    if why := not_private(path.parent, os.getuid()):
+        raise StartupError(
+            f"cannot use the default socket: {why}; remove it, or set XDG_RUNTIME_DIR or node.listen to a place of this user's"
+        )

@@ -85,8 +85,8 @@ class Listing:
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """A multipart upload or a temporary file that somebody began, or a document's lock whose time has run out:
-    `abort_upload(key, id)` ends it. `age_s` by the tier's word against this machine's clock: for a cut-off of hours, not for
-    order."""
+    `abort_upload(key, id)` ends it. `age_s` by the tier's own clock, or by this machine's where the tier shows none: for a
+    cut-off of hours, not for order."""
 
     key: str
     id: str

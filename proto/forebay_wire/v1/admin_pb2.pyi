@@ -46,6 +46,7 @@ class CacheStatus(_message.Message):
     DIRECT_IO_FIELD_NUMBER: _builtins.int
     FILE_SYSTEM_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     OLDEST_DIRTY_S_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     capacity_bytes: _builtins.int
@@ -58,6 +59,8 @@ class CacheStatus(_message.Message):
     direct_io: _builtins.bool
     file_system: _builtins.str
     open_streams: _builtins.int
+    disk_free_bytes: _builtins.int
+    """that this gateway may still write there; absent: the disk does not say"""
     oldest_dirty_s: _builtins.float
     """age of the oldest shard that some required tier lacks; 0: there is none"""
     def __init__(
@@ -71,13 +74,16 @@ class CacheStatus(_message.Message):
         direct_io: _builtins.bool = ...,
         file_system: _builtins.str = ...,
         open_streams: _builtins.int = ...,
+        disk_free_bytes: _builtins.int | None = ...,
         oldest_dirty_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "disk_free_bytes", b"disk_free_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "direct_io", b"direct_io", "dirty_bytes", b"dirty_bytes", "file_system", b"file_system", "oldest_dirty_s", b"oldest_dirty_s", "open_streams", b"open_streams", "path", b"path", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "capacity_bytes", b"capacity_bytes", "direct_io", b"direct_io", "dirty_bytes", b"dirty_bytes", "disk_free_bytes", b"disk_free_bytes", "file_system", b"file_system", "oldest_dirty_s", b"oldest_dirty_s", "open_streams", b"open_streams", "path", b"path", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__disk_free_bytes: _TypeAlias = _typing.Literal["disk_free_bytes"]  # noqa: Y015
+    _WhichOneofArgType__disk_free_bytes: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_free_bytes) -> _WhichOneofReturnType__disk_free_bytes | None: ...
 
 Global___CacheStatus: _TypeAlias = CacheStatus  # noqa: Y015
 

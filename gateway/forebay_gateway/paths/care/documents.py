@@ -139,6 +139,14 @@ async def _same_elsewhere(session: SessionRow, bad: BadDocument, tier: Monitored
     return document if named == session.session else None
 
 
+async def is_named_elsewhere(node: Node, session: SessionRow, bad: BadDocument, tier: MonitoredTier) -> bool:
+    """Whether the manifest that this tier lacks stands on another one: then it was lost here, and not deleted."""
+    for other in node.usable_tiers():
+        if other.name != tier.name and await _same_elsewhere(session, bad, other) is not None:
+            return True
+    return False
+
+
 async def write_again(node: Node, session: SessionRow, bad: BadDocument, tier: MonitoredTier) -> str:
     """Replace the bad document, if it is still the one that was seen; empty, or why not. Raises Unavailable."""
     document = await good_document(node, session, bad, tier)

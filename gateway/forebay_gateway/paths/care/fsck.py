@@ -24,7 +24,7 @@ from forebay_gateway.core.layout import shard_key
 from forebay_gateway.core.records import CopyRow, PartRow, PartState, SessionRow, ShardKey, ShardRow
 from forebay_gateway.core.states import CopyState, ShardState
 from forebay_gateway.movers.jobs import ShardItem
-from forebay_gateway.paths.care.documents import check_documents, local_record, same_part
+from forebay_gateway.paths.care.documents import BadDocument, check_documents, is_named_elsewhere, local_record, same_part
 from forebay_gateway.paths.care.finding import Finding, Severity
 from forebay_gateway.paths.care.gc import Collector, as_finding
 from forebay_gateway.paths.care.proof import batches, check_cached, check_copies
@@ -311,35 +311,40 @@ class Checker:
             yield finding
         if not tier.usable:
             return
-        lacks_manifest = False
         try:
-            for problem in await check_documents(self._node, session, tier):
-                lacks_manifest = lacks_manifest or (problem.kind == "manifest" and problem.absent)
-                yield Finding(
-                    problem.kind,
-                    tier.name,
-                    problem.what,
-                    Severity.NOTE if problem.newer else Severity.ERROR,
-                    run=session.run,
-                    step=session.step,
-                    session=session.session,
-                    path=problem.key,
-                    remedy="" if problem.newer else "write it again from another tier or the catalog",
-                    key=ShardKey(session.id, 0),
-                    writer=problem.writer,
-                    token=problem.tag,
-                )
+            problems = await check_documents(self._node, session, tier)
+            absent = next((problem for problem in problems if problem.kind == "manifest" and problem.absent), None)
+            documents = [_document_finding(session, tier, problem) for problem in problems]
+            if absent is not None:
+                found = [finding async for finding in self._copies(session, tier, rows, deep)]
+                for finding in await self._without_manifest(session, tier, absent, documents, rows, found):
+                    yield finding
+                return
+            for finding in documents:
+                yield finding
             async for finding in self._copies(session, tier, rows, deep):
-                if lacks_manifest and finding.kind == "copy_missing":
-                    what = (
-                        "the copy is gone, and so is the manifest: another node may have deleted the checkpoint. `forebay rm` "
-                        "it here too; or, to bring it back, repair twice: first the manifest, then the copies"
-                    )
-                    finding = replace(finding, what=what, remedy="")
                 yield finding
         except ForebayError as error:
             tier.failed(error)
             yield Finding("tier_unreachable", tier.name, f"the tier failed while it was asked: {error}", Severity.NOTE)
+
+    async def _without_manifest(
+        self,
+        session: SessionRow,
+        tier: MonitoredTier,
+        absent: BadDocument,
+        documents: Sequence[Finding],
+        rows: Sequence[tuple[ShardRow, CopyRow]],
+        copies: Sequence[Finding],
+    ) -> list[Finding]:
+        """The manifest makes it complete for all nodes, so it is written after the copies. Where these are gone too, and no
+        other tier has one, somebody may have deleted the checkpoint: then nothing of it is put there again."""
+        missing = any(finding.kind == "copy_missing" for finding in copies)
+        if missing and not await is_named_elsewhere(self._node, session, absent, tier):
+            return [_of_deleted(finding) for finding in (*documents, *copies)]
+        if missing or any(copy.state is not CopyState.VERIFIED for _, copy in rows):
+            documents = [_not_yet(finding) if finding.kind == "manifest" else finding for finding in documents]
+        return [*documents, *copies]
 
     async def _copies(
         self, session: SessionRow, tier: MonitoredTier, rows: Sequence[tuple[ShardRow, CopyRow]], deep: bool
@@ -404,6 +409,40 @@ class Checker:
             key=row.key,
             writer=row.writer,
         )
+
+
+def _document_finding(session: SessionRow, tier: MonitoredTier, problem: BadDocument) -> Finding:
+    return Finding(
+        problem.kind,
+        tier.name,
+        problem.what,
+        Severity.NOTE if problem.newer else Severity.ERROR,
+        run=session.run,
+        step=session.step,
+        session=session.session,
+        path=problem.key,
+        remedy="" if problem.newer else "write it again from another tier or the catalog",
+        key=ShardKey(session.id, 0),
+        writer=problem.writer,
+        token=problem.tag,
+    )
+
+
+def _of_deleted(finding: Finding) -> Finding:
+    """Manifest and copies are gone from the tier, and no other tier has the manifest."""
+    if finding.kind not in ("manifest", "part_record", "copy_missing"):
+        return finding
+    beside = "copies with it" if finding.kind == "manifest" else "so is the manifest"
+    what = (
+        f"{finding.what}, and {beside}: another node may have deleted the checkpoint. `forebay rm` it here too; or, to bring "
+        "it back, `forebay restore` it, as long as a copy is left, and save it again"
+    )
+    return replace(finding, what=what, remedy="")
+
+
+def _not_yet(finding: Finding) -> Finding:
+    """Of a manifest, while there are copies that it would name and that are not there."""
+    return replace(finding, what=f"{finding.what}; repair it once its copies are there, so that nobody misses them", remedy="")
 
 
 def _of_replaced(finding: Finding) -> Finding:

@@ -148,7 +148,7 @@ class _Attempt:
         token, ttl_s, tag = _content(path)
         if self._is_left(tag):
             return token
-        age_s = _filesystem_now_s(self._temp) - path.stat().st_mtime
+        age_s = filesystem_now_s(self._temp) - path.stat().st_mtime
         return token if age_s > ttl_s else None
 
 
@@ -169,7 +169,8 @@ def _content(path: Path) -> tuple[str, float, str]:
         return _DAMAGED, _DAMAGED_TTL_S, ""
 
 
-def _filesystem_now_s(temp: Path) -> float:
+def filesystem_now_s(temp: Path) -> float:
+    """By the clock that its files' times are of; `temp` is made for it and goes again. Raises OSError."""
     descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         return os.fstat(descriptor).st_mtime

@@ -73,7 +73,10 @@ class Marker:
                 made = True
             durable.sync_dir(self._root.parent)
         if not self._root.is_dir():
-            raise Unavailable("the tier's directory is not there", tier=self._tier, path=self._root)
+            what = (
+                "a file is in the place of the tier's directory" if self._root.exists() else "the tier's directory is not there"
+            )
+            raise Unavailable(what, tier=self._tier, path=self._root)
         others = {entry.name for entry in self._root.iterdir()} - _EMPTY_ENOUGH
         if others:
             raise Unavailable(

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from forebay_gateway.base import durable, failpoints
 from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable
+from forebay_gateway.core.layout import CONTROL_DIR
 from forebay_gateway.tiers.base import Capabilities, Leftover, Listing, ObjectInfo, PutOptions, Source
 from forebay_gateway.tiers.keys import directory_of
 from forebay_gateway.tiers.posix.acts import info_of
 from forebay_gateway.tiers.posix.documents import Documents
 from forebay_gateway.tiers.posix.files import READ_PIECE_BYTES, Buffers, OpenFile
-from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, is_over
+from forebay_gateway.tiers.posix.lock import LOCK_PREFIX, filesystem_now_s, is_over
 from forebay_gateway.tiers.posix.probe import probe
 from forebay_gateway.tiers.readback import check_chunk, check_size
 from forebay_gateway.tiers.window import Window
@@ -261,7 +262,7 @@ class PosixTier(Documents):
 
     def _find_leftovers(self, directory: str) -> tuple[Leftover, ...]:
         self._check_root()
-        found = []
+        found: list[tuple[Path, float, bool]] = []
         for path in (self.root / directory).rglob(f"{_HIDDEN_PREFIX}*"):
             is_lock = path.name.startswith(LOCK_PREFIX)
             if not is_lock and not path.name.startswith(durable.TEMP_PREFIX):
@@ -269,9 +270,19 @@ class PosixTier(Documents):
             with contextlib.suppress(FileNotFoundError):  # its writer ended it meanwhile
                 if is_lock and not is_over(path, self._clock, self._is_left):
                     continue
-                age_s = self._clock.wall() - path.lstat().st_mtime
-                found.append(Leftover(path.relative_to(self.root).as_posix(), path.name, max(0.0, age_s), is_lock))
-        return tuple(found)
+                found.append((path, path.lstat().st_mtime, is_lock))
+        now_s = self._now_s() if found else 0.0
+        return tuple(
+            Leftover(path.relative_to(self.root).as_posix(), path.name, max(0.0, now_s - changed_s), is_lock)
+            for path, changed_s, is_lock in found
+        )
+
+    def _now_s(self) -> float:
+        """By the file system's clock; by this machine's where nothing can be written there now."""
+        try:
+            return filesystem_now_s(self.root / CONTROL_DIR / f"{durable.TEMP_PREFIX}{self.temp_tag}{secrets.token_hex(8)}")
+        except OSError:
+            return self._clock.wall()
 
     async def sweep(self, key: str) -> None:
         if self.temp_tag:

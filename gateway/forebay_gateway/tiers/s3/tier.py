@@ -25,7 +25,7 @@ from forebay_gateway.tiers.keys import directory_of
 from forebay_gateway.tiers.readback import check_size, check_stream
 from forebay_gateway.tiers.s3.body import Body
 from forebay_gateway.tiers.s3.client import S3Client, S3Settings
-from forebay_gateway.tiers.s3.errors import code_of
+from forebay_gateway.tiers.s3.errors import clock_skew_s, code_of
 from forebay_gateway.tiers.s3.limit import AdaptiveLimit
 from forebay_gateway.tiers.s3.multipart import (
     Upload,
@@ -306,12 +306,17 @@ class S3Tier(Tier):
             return ()
         skip = len(self.client.object_prefix(""))
         start = self.client.object_prefix(directory_of(prefix))
-        now_s = self.client.clock.wall()
-        found = []
-        async for upload in uploads_below(self.client, start):
-            age_s = max(0.0, now_s - upload["Initiated"].timestamp())
-            found.append(Leftover(upload["Key"][skip:], upload["UploadId"], age_s))
-        return tuple(found)
+        found = [upload async for upload in uploads_below(self.client, start)]
+        now_s = await self._now_s() if found else 0.0
+        return tuple(
+            Leftover(upload["Key"][skip:], upload["UploadId"], max(0.0, now_s - upload["Initiated"].timestamp()))
+            for upload in found
+        )
+
+    async def _now_s(self) -> float:
+        """By the store's clock; by this machine's where it shows none."""
+        answer, wall_s = await self.client.check_bucket(), self.client.clock.wall()
+        return wall_s + (clock_skew_s(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}), wall_s) or 0.0)
 
     async def close(self) -> None:
         """Close all connections."""
