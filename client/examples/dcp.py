@@ -4,7 +4,8 @@
     python client/examples/dcp.py                   # --address, --run, --ranks
     python client/examples/dcp.py --compare 1024    # how long a save of so many MiB keeps the ranks, beside FileSystemWriter
 
-Each rank would have its own node's gateway in a real job: leave `address` out there. Needs torch: pip install 'forebay[torch]'.
+Each rank would have its own node's gateway in a real job: leave `address` out there. Needs torch; in Forebay's tree,
+pip install '.[torch]'.
 """
 
 import argparse
@@ -133,6 +134,8 @@ def main() -> None:
     parser.add_argument("--compare", type=int, metavar="MIB", help="only measure saves of so many MiB")
     parser.add_argument("--directory", help="where --compare writes files; best on the disk of the gateway's cache")
     arguments = parser.parse_args()
+    if arguments.directory and not Path(arguments.directory).is_dir():
+        parser.error(f"--directory {arguments.directory}: there is no such directory; make it first")
     warnings.filterwarnings("ignore", module="torch")
     if arguments.compare:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:

@@ -4,8 +4,9 @@
     python client/examples/plain_torch.py                   # --address, --run
     python client/examples/plain_torch.py --compare 1024    # how long a save of so many MiB keeps the loop, beside torch.save
 
-Needs torch and torchdata, whose loader knows where it is: pip install 'forebay[torch]' torchdata. With --s3 s3://BUCKET/PREFIX
---compare also saves by s3torchconnector (pip install s3torchconnector), to AWS_ENDPOINT_URL and AWS_REGION.
+Needs torch and torchdata, whose loader knows where it is; in Forebay's tree, pip install '.[torch]' torchdata. With
+--s3 s3://BUCKET/PREFIX --compare also saves by s3torchconnector (pip install s3torchconnector): the bucket must exist,
+AWS_REGION must be set, AWS_ENDPOINT_URL too where it is not AWS, and credentials are those of the AWS chain.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,12 @@ def main() -> None:
     parser.add_argument("--directory", help="where --compare writes files; best on the disk of the gateway's cache")
     parser.add_argument("--s3", metavar="s3://BUCKET/PREFIX", help="--compare with s3torchconnector too")
     arguments = parser.parse_args()
+    if arguments.directory and not Path(arguments.directory).is_dir():
+        parser.error(f"--directory {arguments.directory}: there is no such directory; make it first")
+    if arguments.s3 and "AWS_REGION" not in os.environ:
+        parser.error("--s3 needs AWS_REGION in the environment")
+    if arguments.s3 and find_spec("s3torchconnector") is None:
+        parser.error("--s3 needs s3torchconnector: pip install s3torchconnector")
     if arguments.compare:
         compare(arguments)
         return

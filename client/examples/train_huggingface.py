@@ -3,7 +3,8 @@
     forebay serve &
     python client/examples/train_huggingface.py            # --address, --run
 
-Needs transformers and accelerate: pip install 'forebay[huggingface]'. The model is made from a configuration: no download.
+Needs transformers and accelerate; in Forebay's tree, pip install '.[huggingface]'. The model is made from a configuration: no
+download.
 """
 
 import argparse

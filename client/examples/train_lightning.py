@@ -3,7 +3,7 @@
     forebay serve &
     python client/examples/train_lightning.py            # --address, --run
 
-Needs Lightning: pip install 'forebay[lightning]'.
+Needs Lightning; in Forebay's tree, pip install '.[lightning]'.
 """
 
 import argparse

@@ -232,7 +232,7 @@ class Client:
     def wait(
         self, run: str, step: int, level: str, timeout: float | None = None, progress: OnProgress | None = None
     ) -> WaitProgress:
-        """Return once the whole checkpoint has reached `level` ("cache", "peer", a tier's name or "all").
+        """Return once the whole checkpoint has reached `level` ("cache", a tier's name or "all").
 
         `progress` is called with each WaitProgress. Raises DeadlineExceeded naming what is missing, NotFound, Unavailable.
         """
@@ -277,7 +277,7 @@ class Client:
     # Restoring
 
     def open(self, run: str, step: int, *, source: str = "auto", lane: str = "auto") -> Reader:
-        """A complete checkpoint for reading; `source` limits it to "cache", "peer" or a tier, `lane` is as in checkpoint().
+        """A complete checkpoint for reading; `source` limits it to "cache" or a tier, `lane` is as in checkpoint().
 
         Raises NotFound, Incomplete(missing), InvalidArgument for a source that the gateway does not have.
         """

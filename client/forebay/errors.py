@@ -131,6 +131,11 @@ _BY_CODE: dict[str, type[ForebayError]] = {
 _BROKEN_STREAM = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", "Socket closed")
 
 
+def how_to_install(extra: str) -> str:
+    """What to do where a package is missing that only an extra of Forebay needs: true of its source tree and of a release."""
+    return f"install Forebay's extra '{extra}' (in its tree: pip install '.[{extra}]')"
+
+
 def os_text(error: OSError) -> str:
     """What the system said, for people: without the number that Python puts before it."""
     if not error.strerror:

@@ -17,20 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.errors import ForebayError, InvalidArgument, how_to_install
+
 try:
     import transformers
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
     raise ImportError(
-        "forebay.huggingface needs transformers, which is not installed: pip install 'forebay[huggingface]'"
+        f"forebay.huggingface needs transformers, which is not installed: {how_to_install('huggingface')}"
     ) from error
 
 from forebay.api import Client
 from forebay.background_checkpoint import PendingCommit
 from forebay.checkpoint_id import LATEST, checked, parse
 from forebay.directories import STREAMS, put_files, walk
-from forebay.errors import ForebayError, InvalidArgument
 from forebay.session import save_session
 from forebay.state import ranks
 from forebay.types import CommitReceipt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from forebay.api import Client
 from forebay.background_checkpoint import PendingCommit
-from forebay.errors import Corrupt, InvalidArgument
+from forebay.errors import Corrupt, InvalidArgument, how_to_install
 from forebay.reader import Reader
 from forebay.session import save_session
 from forebay.types import CommitReceipt
@@ -259,7 +259,7 @@ def _needs_torch() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        raise ImportError("forebay.TrainState needs PyTorch, which is not installed: pip install 'forebay[torch]'") from error
+        raise ImportError(f"forebay.TrainState needs PyTorch, which is not installed: {how_to_install('torch')}") from error
 
 
 def _part(name: str, part: Any) -> Any:

@@ -36,7 +36,7 @@ def wait_for(
     Raises DeadlineExceeded naming what is missing, Incomplete, NotFound, Unavailable.
     """
     if not level:
-        raise InvalidArgument("wait: name a level: 'cache', 'peer', a tier, or 'all'")
+        raise InvalidArgument("wait: name a level: 'cache', a tier, or 'all'")
     request = pb.WaitRequest(run=run, step=step, level=level, session=session)
     return _Wait(connection, request, timeout_s, on_progress).finish()
 

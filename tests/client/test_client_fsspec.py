@@ -656,6 +656,6 @@ def test_the_entry_point_names_the_class() -> None:
 def test_without_fsspec_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['fsspec'] = None; import forebay.fsspec"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'forebay[fsspec]'" in ended.stderr
+    assert "install Forebay's extra 'fsspec' (in its tree: pip install '.[fsspec]')" in ended.stderr
     ended = subprocess.run([sys.executable, "-c", "import forebay, sys; assert 'fsspec' not in sys.modules"], timeout=60)
     assert ended.returncode == 0

@@ -220,4 +220,4 @@ def test_without_transformers() -> None:
         "try:\n    import forebay.huggingface\nexcept ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'forebay[huggingface]'" in done.stdout, done.stderr
+    assert "install Forebay's extra 'huggingface' (in its tree: pip install '.[huggingface]')" in done.stdout, done.stderr

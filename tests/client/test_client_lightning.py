@@ -483,4 +483,4 @@ def test_without_lightning() -> None:
         "try:\n    import forebay.lightning\nexcept ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'forebay[lightning]'" in done.stdout, done.stderr
+    assert "install Forebay's extra 'lightning' (in its tree: pip install '.[lightning]')" in done.stdout, done.stderr

@@ -484,7 +484,7 @@ assert tensor[-1].item() == 1
 def test_without_safetensors() -> None:
     code = "import sys; sys.modules['safetensors'] = None\nimport forebay\nimport forebay.safetensors"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert "pip install 'forebay[safetensors]'" in done.stderr
+    assert "install Forebay's extra 'safetensors' (in its tree: pip install '.[safetensors]')" in done.stderr
 
 
 def test_forebay_alone_imports_none_of_it() -> None:

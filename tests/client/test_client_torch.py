@@ -425,4 +425,5 @@ def test_without_torch() -> None:
         "except ImportError as error: print(error)",
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    assert done.stdout == "forebay.torch needs PyTorch, which is not installed: pip install 'forebay[torch]'\n"
+    todo = "install Forebay's extra 'torch' (in its tree: pip install '.[torch]')"
+    assert done.stdout == f"forebay.torch needs PyTorch, which is not installed: {todo}\n"

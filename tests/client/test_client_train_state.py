@@ -548,7 +548,7 @@ def test_forebay_without_torch() -> None:
         "try:\n    forebay.TrainState()\nexcept ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'forebay[torch]'" in done.stdout, done.stderr
+    assert "install Forebay's extra 'torch' (in its tree: pip install '.[torch]')" in done.stdout, done.stderr
     code = "import sys, forebay; forebay.TrainState; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

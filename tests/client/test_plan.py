@@ -369,7 +369,7 @@ def test_bad_arguments_are_refused_before_anything_runs(call, words: tuple[str, 
 
 def test_a_simulation_without_the_gateway_says_what_to_install(call, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "forebay_gateway.plan.simulate", None)
-    assert "pip install 'forebay[gateway]'" in call(*WORDS, "--simulate", code=1)
+    assert "install Forebay's extra 'gateway' (in its tree: pip install '.[gateway]')" in call(*WORDS, "--simulate", code=1)
 
 
 def test_the_plot_is_svg(call, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def save(
 def restore(
     run: RunName,
     arguments: _StepAndDirectory,
-    source: Annotated[str, typer.Option("--from", metavar="auto|cache|peer|TIER", help="Read from there alone.")] = "auto",
+    source: Annotated[str, typer.Option("--from", metavar="auto|cache|TIER", help="Read from there alone.")] = "auto",
     streams: _Streams = 4,
     durable: _Durable = False,
     json: Json = False,

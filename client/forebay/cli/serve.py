@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.errors import Unsupported
+from forebay.errors import Unsupported, how_to_install
 
 _ConfigFile = Annotated[
     Path | None,
@@ -42,4 +42,4 @@ def serve(config: _ConfigFile = None, json: _JsonLog = False) -> int:
 
 def gateway_missing(error: ModuleNotFoundError) -> Unsupported:
     """What to say where the gateway's package, or something it needs, is not installed."""
-    return Unsupported(f"the gateway is not installed here (no module {error.name}): pip install 'forebay[gateway]'")
+    return Unsupported(f"the gateway is not installed here (no module {error.name}): {how_to_install('gateway')}")

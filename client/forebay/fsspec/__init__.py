@@ -9,12 +9,14 @@ Owns paths, steps that are being written, and files. Does not own how bytes trav
 `import forebay` does not.
 """
 
+from forebay.errors import how_to_install
+
 try:
     import fsspec
 except ModuleNotFoundError as error:
     if error.name != "fsspec":
         raise
-    raise ImportError("forebay.fsspec needs fsspec, which is not installed: pip install 'forebay[fsspec]'") from error
+    raise ImportError(f"forebay.fsspec needs fsspec, which is not installed: {how_to_install('fsspec')}") from error
 
 from forebay.fsspec.errors import StepCommitted
 from forebay.fsspec.filesystem import ForebayFileSystem

@@ -6,8 +6,10 @@ nor how bytes travel (the client). Serves `lightning` and `pytorch_lightning`, w
 
 from importlib.util import find_spec
 
+from forebay.errors import how_to_install
+
 if not any(find_spec(name) for name in ("lightning", "pytorch_lightning", "lightning_fabric")):
-    raise ImportError("forebay.lightning needs Lightning, which is not installed: pip install 'forebay[lightning]'")
+    raise ImportError(f"forebay.lightning needs Lightning, which is not installed: {how_to_install('lightning')}")
 
 from forebay.lightning.checkpoint_io import ForebayCheckpointIO
 

@@ -10,6 +10,8 @@ anything that reads these files reads them from a tier. Does not own how bytes t
 torch or numpy, which `import forebay` does not.
 """
 
+from forebay.errors import how_to_install
+
 try:
     import numpy  # noqa: F401
     import safetensors as _host
@@ -17,7 +19,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("safetensors", "numpy"):
         raise
     raise ImportError(
-        f"forebay.safetensors needs {error.name}, which is not installed: pip install 'forebay[safetensors]'"
+        f"forebay.safetensors needs {error.name}, which is not installed: {how_to_install('safetensors')}"
     ) from error
 
 from forebay.safetensors.read import TensorFile, TensorSlice, load_file, safe_open

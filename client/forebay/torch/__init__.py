@@ -7,12 +7,14 @@ Owns the two storage classes that DCP calls. Does not own planning (DCP's planne
 torch, which `import forebay` does not.
 """
 
+from forebay.errors import how_to_install
+
 try:
     import torch.distributed.checkpoint  # noqa: F401
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "torch":
         raise
-    raise ImportError("forebay.torch needs PyTorch, which is not installed: pip install 'forebay[torch]'") from error
+    raise ImportError(f"forebay.torch needs PyTorch, which is not installed: {how_to_install('torch')}") from error
 
 from forebay.torch.reader import ForebayStorageReader
 from forebay.torch.staging import WarmStager

@@ -444,7 +444,7 @@ def config_table() -> str:
             variable = _variable("tier_<name>" if section == "tier" else section, name)
             shown = "" if (section, name) == ("tier", "name") or section in _UNNAMED else f"`{variable}`"
             meaning = (metas[name].description or "") + (f" Kind `{key.only}` only." if key.only else "")
-            meaning += " Live." if is_live(section, name) else ""
+            meaning += " Live." if key.live else ""  # README says of policies and retention rules that all of their keys are
             label = f"`{section}.{name}`"
             rows.append(f"| {label} | {kind} | {_default_shown(key, defaults[name])} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"

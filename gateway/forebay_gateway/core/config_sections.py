@@ -30,7 +30,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: Annotated[
         tuple[str, ...],
         _key(
-            "Addresses to serve: `unix:///path` and `host:port`.",
+            "Addresses to serve: `unix:///path` and `host:port`. A port has no authentication, no TLS: trusted networks only.",
             "list of addresses",
             default=f"`unix://{SYSTEM_SOCKET}`; when not root below `$XDG_RUNTIME_DIR`, else below `/tmp/forebay-<uid>`",
         ),
@@ -39,7 +39,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _key("Directory for sockets and other files of a running gateway.", "path", default="directory of the first socket"),
     ]
-    advertise: Annotated[str, _key("Address under which other nodes reach this one; empty: none.", "address")] = ""
+    advertise: Annotated[
+        str,
+        _key("Reserved for reads between nodes, which are not in this release: it is checked, and nothing uses it.", "address"),
+    ] = ""
     abandon_after: Annotated[
         float, _key("A session silent for this long loses its shards that were never committed.", "duration", low=1)
     ] = 3600.0
@@ -285,10 +288,17 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RetainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[[retain]]: what a tier keeps of the runs of a glob: all that any of the keys asks for. The first that fits counts."""
 
-    run: Annotated[str, _key("Runs that this is for, as `policy.run`.", "run glob", default="required")]
+    run: Annotated[
+        str,
+        _key(
+            "Runs that this is for, as `policy.run`. A rule needs one of the keys `keep_*`, or several.",
+            "run glob",
+            default="required",
+        ),
+    ]
     tier: Annotated[str, _key("Tier that this is for; empty: each of them.", "tier or none")] = ""
     keep_last: Annotated[
-        int | None, _key("The newest complete checkpoints to keep, by commit.", "whole number", low=1, default="1")
+        int | None, _key("The newest complete checkpoints to keep, by commit.", "whole number", low=1, default="none")
     ] = None
     keep_every: Annotated[
         int | None, _key("Keep those whose step is a multiple of this.", "whole number", low=1, default="none")
