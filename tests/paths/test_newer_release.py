@@ -9,6 +9,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -96,7 +97,8 @@ class Down:
         text = f'[node]\nid = "a"\nlisten = ["unix://{self.directory}/a.sock"]\n[cache]\npath = "{self.cache}"\n'
         config = self.directory / "a.toml"
         config.write_text(f'{text}capacity = "256MiB"\n{tier(self.directory / PFS)}')
-        offline.rebuild(str(config), True, True)
+        with mock.patch.object(offline, "setup_logging"):  # it is this process's, and its tests look at it
+            offline.rebuild(str(config), True, True)
 
 
 @pytest_asyncio.fixture
