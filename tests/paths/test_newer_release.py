@@ -180,6 +180,7 @@ async def test_a_check_of_every_byte_goes_on_behind_a_newer_file(down: Down, par
     assert kinds == ({"file_unreadable"} if name == "large" else {"file_damaged"})  # of a pack its checksum tells first
 
 
+@pytest.mark.expected_logs("a checkpoint cannot complete")
 async def test_a_newer_manifest_is_not_replaced(tmp_path: Path) -> None:
     """A node of a newer release has completed the step already."""
     async with serving(tmp_path, tier(tmp_path / PFS), node="b") as gateway, client_of(gateway) as client:
