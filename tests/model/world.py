@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from catalog.kit import check_sums
 from forebay_gateway import build
 from forebay_gateway.admission.disk import FAILURES_IN_A_ROW
@@ -27,7 +29,7 @@ from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.config import load_config
 from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, NotFound, Unavailable
 from forebay_gateway.core.layout import current_key, manifest_key, part_key, run_key, shard_key
-from forebay_gateway.core.records import NamedShard, PartState
+from forebay_gateway.core.records import NamedShard, PartState, ShardRow
 from forebay_gateway.core.states import CopyState
 from forebay_gateway.movers.jobs import Setup
 from forebay_gateway.paths.care.mend import Mender
@@ -37,6 +39,7 @@ from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.passing import Leaving
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
 from forebay_gateway.paths.retain import Retention
@@ -515,10 +518,11 @@ class World:
     # -- what the catalog says -----------------------------------------------------------------------------------------
 
     def _names(self, txn: ReadTxn, step: int, writer: int) -> set[str]:
+        return {shard.name for row in self._rows(txn, step, writer) for shard in txn.inside(row)}
+
+    def _rows(self, txn: ReadTxn, step: int, writer: int) -> list[ShardRow]:
         session = txn.find_session(RUN, step, session_of(step, self.generation))
-        if session is None:
-            return set()
-        return {shard.name for row in txn.shards(session.id, writer) for shard in txn.inside(row)}
+        return [] if session is None else list(txn.shards(session.id, writer))
 
     def _named(self, txn: ReadTxn, key: Name, name: str) -> NamedShard:
         session = txn.find_session(RUN, key[0], session_of(key[0], self.generation))
@@ -664,7 +668,10 @@ class World:
     def _left(self) -> list[str]:
         with self.paths.node.catalog.read() as txn:
             left = [f"deleting {row.step}" for row in txn.deleting()]
-            left += [name for name, _ in txn.settings() if name.startswith(("passing:", "leaving:", UNFILED))]
+            left += [name for name, _ in txn.settings() if name.startswith(("passing:", UNFILED))]
+            left += [
+                f"{gone.key} on {tier}" for tier in TIERS for gone in self._leaving(txn, tier) if not self._waits(txn, gone)
+            ]
             for tier in TIERS:
                 for entry in txn.pending(tier):  # the sign of completeness of a step that lacks a writer waits for ever
                     session, row = txn.session(entry.key.session_id), txn.shard(entry.key)
@@ -674,6 +681,19 @@ class World:
                 waiting = {session.step for session in txn.unpublished(tier)} & self.model.complete()
                 left += [f"step {step} is not complete on {tier}" for step in waiting]
         return left
+
+    def _leaving(self, txn: ReadTxn, tier: str) -> list[Leaving]:
+        """What is noted to be deleted there."""
+        return [
+            msgspec.msgpack.decode(value, type=Leaving) for name, value in txn.settings() if name.startswith(f"leaving:{tier}:")
+        ]
+
+    def _waits(self, txn: ReadTxn, gone: Leaving) -> bool:
+        """Whether a shard of its name is here that has not come there: it replaces it, or goes, and the other goes then."""
+        return any(
+            step == gone.step and gone.name in {row.name for row in self._rows(txn, step, writer)}
+            for step, writer in self.model.parts
+        )
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
@@ -727,7 +747,8 @@ class World:
         """Once all is settled: each tier holds what committed parts and shards that went through to it need, and nothing else.
 
         Left by design: the note of the run, which goes with no checkpoint. Allowed, not needed: the sign of completeness of a
-        checkpoint that lacks a writer, and the record of its part, which waits for it; it may have gone through before.
+        checkpoint that lacks a writer, and the record of its part, which waits for it; it may have gone through before. And an
+        object that was put for a part that is gone, while one of its name waits here.
         """
         complete = self.model.complete()
         for tier, store in self.stores.items():
@@ -745,6 +766,7 @@ class World:
                             (allowed if committed else needed).add(shard_key(*names, shard.row.name))
                     if committed:
                         (allowed if waits else needed).add(part_key(*names, writer))
+                allowed |= {gone.key for gone in self._leaving(txn, tier) if self._waits(txn, gone)}
             found = set(store.objects)
             assert needed <= found, (tier, "lacks", needed - found)
             assert found <= needed | allowed, (tier, "has left", found - needed - allowed)
