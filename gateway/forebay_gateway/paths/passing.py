@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn, evicted_row
@@ -64,6 +66,7 @@ class Passing(msgspec.Struct, frozen=True):
     chunks: bytes = b""
     index: bytes = b""
     version: str = ""  # of the object under its name, where it was known before it came there
+    dropped: bool = False  # its part was, since: it is no shard of one that is begun anew
 
     def leaving(self, version: str) -> "Leaving":
         """The object of that version, which is no shard."""
@@ -115,10 +118,26 @@ def landed(txn: WriteTxn, tier: str, passing: Passing, tag: str) -> None:
     txn.set_setting(note_name(PASSING, tier, key), None)
 
 
+def _landed_late(tier: str, passing: Passing, version: str, txn: WriteTxn) -> None:
+    """The same, of what its sender has not heard of. Raises NotFound too where its part was dropped meanwhile, and perhaps begun
+    anew."""
+    noted = txn.setting(note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id)))
+    if noted is None or _passing.decode(noted).dropped:
+        raise NotFound("the part was aborted while this shard was on its way", writer=passing.writer)
+    landed(txn, tier, passing, version)
+
+
 def note_leaving(txn: WriteTxn, session_id: int, writer: int) -> None:
-    """Of an open part that is about to be dropped: what of it landed on a tier is to be deleted there."""
+    """Of an open part that is about to be dropped: what of it landed on a tier is to be deleted there, and what may have come
+    there is to be no shard."""
     if (session := txn.session(session_id)) is None:
         return
+    for name, value in list(txn.settings()):
+        if not name.startswith(f"{PASSING}:"):
+            continue
+        noted = _passing.decode(value)
+        if (noted.session_id, noted.writer) == (session_id, writer):
+            txn.set_setting(name, msgspec.msgpack.encode(replace(noted, dropped=True)))
     for row in list(txn.shards(session_id, writer)):
         if row.state is not ShardState.EVICTED:
             continue
@@ -219,9 +238,12 @@ class Tidier:
         failpoints.hit("through.tidied")
         if not passing.whole or is_replaced:
             return
+        if passing.dropped:
+            await self._is_no_shard(tier, passing, "its part was dropped")
+            return
         crcs = tuple(unpack_chunk_crcs(passing.chunks))
         try:
-            info = await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
+            await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
             await tier.tier.settle(passing.key)  # what failed, or was cut short, may have been that
             version = version_of(await tier.tier.head(passing.key))
         except (NotFound, Corrupt) as error:
@@ -232,15 +254,19 @@ class Tidier:
         ref = PartRef("", 0, "", passing.writer, passing.writer + 1)
         try:
             with self._writes.claim(passing.session_id, ref, passing.name):  # nobody may bring it once more meanwhile
-                await self._node.catalog.write(lambda txn: landed(txn, tier.name, passing, version))
+                await self._node.catalog.write(partial(_landed_late, tier.name, passing, version))
         except (NotFound, AlreadyExists, Unavailable) as error:
-            if passing.version:
-                await self._node.catalog.write(lambda txn: take_back(txn, tier.name, passing, passing.version))
-                return
-            # Whose object it is nobody can tell any more: its writer may have gone on elsewhere, under this name.
-            log.info("an object without a shard stays tier=%s key=%s size=%s reason=%s", tier.name, info.key, info.size, error)
+            await self._is_no_shard(tier, passing, str(error))
         else:
             self._node.changes.tell(passing.session_id)
+
+    async def _is_no_shard(self, tier: MonitoredTier, passing: Passing, reason: str) -> None:
+        """It may have its name there. Where its version is known it is to be deleted; else nobody can tell whose the object is:
+        its writer may have gone on elsewhere, under this name."""
+        if passing.version:
+            await self._node.catalog.write(lambda txn: take_back(txn, tier.name, passing, passing.version))
+        else:
+            log.info("an object without a shard stays tier=%s key=%s reason=%s", tier.name, passing.key, reason)
 
     async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> bool:
         """Whether nothing is left to be done about it. While the catalog has another shard of its name it waits: that one
