@@ -119,8 +119,8 @@ def landed(txn: WriteTxn, tier: str, passing: Passing, tag: str) -> None:
 
 
 def _landed_late(tier: str, passing: Passing, version: str, txn: WriteTxn) -> None:
-    """The same, of what its sender has not heard of. Raises NotFound too where its part was dropped meanwhile, and perhaps begun
-    anew."""
+    """The same, of what its sender has not heard of. Raises NotFound too where its part was dropped meanwhile, and perhaps
+    begun anew."""
     noted = txn.setting(note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id)))
     if noted is None or _passing.decode(noted).dropped:
         raise NotFound("the part was aborted while this shard was on its way", writer=passing.writer)
