@@ -74,7 +74,11 @@ def expected_logs(request: pytest.FixtureRequest) -> Iterator[ExpectedLogs]:
         handler.allow(*marker.args)
     for name in _WATCHED_LOGGERS:
         logging.getLogger(name).addHandler(handler)
+    level = logging.getLogger().level
     yield handler
+    if logging.getLogger().level != level:  # the tests after it would be blind
+        logging.getLogger().setLevel(level)
+        pytest.fail("the root logger's level was left changed", pytrace=False)
     gc.collect()  # "Task exception was never retrieved" is logged when the task goes
     for name in _WATCHED_LOGGERS:
         logging.getLogger(name).removeHandler(handler)
