@@ -52,16 +52,21 @@ $(VENV)/.hosts: $(VENV)/.installed
 	touch $@
 
 # Hours, not minutes: the full matrices, many rounds of kills, and each safeguard removed once. Writes tests/README.md's figures.
+# A part that fails keeps no other from its turn, and is named at the end. The longest files come first.
 ROUNDS ?= 200
 FUZZ_S ?= 1800
+JOBS ?= 2
+SOAK := $(CURDIR)/.bench/soak
 soak: $(VENV)/.installed
-	rm -rf .bench/soak && mkdir -p .bench/soak
-	FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(CURDIR)/.bench/soak \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 14400 tests/crash tests/faults tests/hostile tests/model tests/integration \
-	  tests/client/test_client_connection.py
-	FOREBAY_RESULTS=$(CURDIR)/.bench/soak PYTHONPATH=tests $(BIN)/python tests/hostile/fuzz.py all $(FUZZ_S)
-	$(BIN)/python tests/soak/mutations.py --json .bench/soak/mutations.json
-	$(BIN)/python tests/soak/report.py .bench/soak
+	rm -rf $(SOAK) && mkdir -p $(SOAK)
+	@failed=; part() { echo "$$@"; "$$@" || failed="$$failed; $$*"; }; \
+	part env FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(SOAK) $(BIN)/python -m pytest -n $(JOBS) \
+	  --dist loadfile --no-loadscope-reorder --timeout 14400 --durations 30 \
+	  tests/model tests/crash tests/integration tests/hostile tests/faults tests/client/test_client_connection.py; \
+	part env FOREBAY_RESULTS=$(SOAK) PYTHONPATH=tests $(BIN)/python tests/hostile/fuzz.py all $(FUZZ_S); \
+	part $(BIN)/python tests/soak/mutations.py --jobs $(JOBS) --json $(SOAK)/mutations.json; \
+	part $(BIN)/python tests/soak/report.py $(SOAK); \
+	test -z "$$failed" || { echo "make: these did not hold$$failed" >&2; exit 1; }
 
 demo: $(VENV)/.demo
 	$(BIN)/forebay demo

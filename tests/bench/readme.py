@@ -1,4 +1,4 @@
-"""README's figures: written from a result file, so that no figure there is typed by hand.
+"""The figures in FIGURES.md: written from a result file, so that no figure there is typed by hand.
 
 Owns the text between the markers.
 """
@@ -23,7 +23,7 @@ def write(results: Path, readme: Path) -> None:
 def render(results: dict[str, Any]) -> str:
     """A table of the rows, and what they were measured with."""
     if results["quick"]:
-        raise ValueError("these results are of a quick look; README shows whole runs only")
+        raise ValueError("these results are of a quick look; FIGURES.md shows whole runs only")
     machine, job = results["machine"], results["job"]
     lines = [
         f"Measured on {machine['date']}: {machine['processor']}, {machine['memory']}, {machine['file_system']}, "

@@ -388,7 +388,9 @@ def test_config_check_looks_at_the_directories_and_makes_none(tmp_path: Path, ca
         return code, said.err or said.out
 
     code, said = checked(tmp_path / "cache", tmp_path / "pfs")
-    assert code == 0 and said.startswith(f"{file}: good\n") and f"'forebay doctor' on the node does: --config {file}" in said
+    assert (
+        code == 0 and said.startswith(f"{file}: good\n") and f"'forebay doctor --config {file}' on the node does that" in said
+    )
     for cache, tier, keys, words in (
         (tmp_path / "cache", tmp_path / "pfs", 'capacity = "4000000TB"', "cache.capacity is"),
         (taken, tmp_path / "pfs", "", f"cache.path {taken} is a file"),

@@ -310,8 +310,8 @@ def test_without_tiers_and_gateway_it_says_what_is_left_out(call) -> None:
     assert "no tier is known" not in call("--bytes", "1TB", "--tier", "pfs=1GB/s")
 
 
-def test_the_readme_shows_what_the_command_says(call) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_document_shows_what_the_command_says(call) -> None:
+    text = (Path(__file__).parents[2] / "gateway" / "OPERATIONS.md").read_text(encoding="utf-8")
     command, _, shown = text.partition("    $ forebay plan ")[2].partition("\n")
     said = call(*command.split())
     assert shown.startswith("".join(f"    {line}\n" if line else "\n" for line in said.splitlines()))

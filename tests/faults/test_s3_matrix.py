@@ -17,7 +17,7 @@ from faults.results import SOAK, cell
 from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.base.clock import SystemClock
-from forebay_gateway.core.errors import ForebayError
+from forebay_gateway.core.errors import ForebayError, Unavailable
 from forebay_gateway.tiers.base import Capabilities, PutOptions, Tier
 from forebay_gateway.tiers.chunks import verified_chunks
 from forebay_gateway.tiers.retrying import RetryingTier, RetryPolicy
@@ -205,10 +205,19 @@ async def test_fault_that_lasts(bench: Bench, quick: None, each: Cell) -> None:
             finally:
                 await bench.proxy.clear()
             trial.check_whole()
-            again = (
-                Trial(bench, tier, each.act.name) if each.act.name in ("create", "delete", "delete many", "abort") else trial
-            )
-            await again.do()  # and when it is over, everything works
+            await _works_again(bench, tier, trial, each)
+
+
+async def _works_again(bench: Bench, tier: Tier, trial: Trial, each: Cell) -> None:
+    """When it is over, everything works; a busy machine may take longer over one answer than these timeouts allow."""
+    for left in (3, 2, 1, 0):
+        again = Trial(bench, tier, each.act.name) if each.act.name in ("create", "delete", "delete many", "abort") else trial
+        try:
+            await again.do()
+            return
+        except Unavailable:
+            if not left:
+                raise
 
 
 async def _fails_as_it_should(bench: Bench, trial: Trial, each: Cell) -> None:

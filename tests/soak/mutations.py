@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program
 from soak.safeguards import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("proto", "client", "gateway", "tests", "pyproject.toml", "README.md", "deploy")
+COPIED = ("proto", "client", "gateway", "tests", "pyproject.toml", "README.md", "FIGURES.md", "deploy")
 
 # What is a sync, a comparison of checksums, or a condition, in a line of source: each such line lies in a mutation's text.
 NEEDED = (

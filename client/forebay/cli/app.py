@@ -47,22 +47,18 @@ def client(patient: bool = False) -> Client:
     gateway that is still starting a few seconds."""
     _tell_what_is_waited_for()
     if patient:
-        addresses.await_listener(_chosen["address"], WAIT_FOR_GATEWAY_S, _tell)
+        addresses.await_listener(_chosen["address"], WAIT_FOR_GATEWAY_S, exits.say_error)
     else:
         addresses.require_listener(_chosen["address"])
     return Client(_chosen["address"])
 
 
 class _OnStandardError(logging.Handler):
-    """What the library warns of, as the command's own words; standard error is the one of that moment."""
+    """What the library warns of, as the command's own words."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == self.name:  # not a gateway's, of a command that opens its cache: those have a form of their own
-            _tell(record.getMessage())
-
-
-def _tell(line: str) -> None:
-    print(f"forebay: {printable(' '.join(line.split()))}", file=sys.stderr)
+            exits.say_error(record.getMessage())
 
 
 def _tell_what_is_waited_for() -> None:

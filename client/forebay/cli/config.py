@@ -49,8 +49,8 @@ def check(file: _File = None, elsewhere: _Elsewhere = False, json: Json = False)
         print_json({"source": label(file), "good": True})
         return 0
     say(f"{label(file)}: good")
-    looked = "its directories were not looked at" if elsewhere else "tiers and disks were not tried"
-    say(f"{looked}; 'forebay doctor' on the node does" + ("" if file is None else f": --config {file}"))
+    left = "its directories were not looked at" if elsewhere else "tiers and disks were not tried"
+    say(f"{left}: 'forebay doctor{'' if file is None else f' --config {file}'}' on the node does that")
     return 0
 
 

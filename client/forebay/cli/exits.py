@@ -75,5 +75,10 @@ def guarded(command: Callable[[], int | None]) -> int:
 
 
 def _tell(line: str, code: int) -> int:
-    print(f"forebay: {printable(' '.join(line.split()))}", file=sys.stderr)
+    say_error(line)
     return code
+
+
+def say_error(line: str) -> None:
+    """One line on standard error, in the command's name; that of this moment, whoever has it replaced."""
+    print(f"forebay: {printable(' '.join(line.split()))}", file=sys.stderr)
