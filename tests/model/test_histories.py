@@ -1,10 +1,11 @@
 """Histories that the model has found, each with what must come of it. The world's own checks look at everything else."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from forebay_gateway.base import failpoints
+from forebay_gateway.base.durable import TEMP_PREFIX
 from model.world import World
 
 pytestmark = pytest.mark.expected_logs()  # of crashes
@@ -23,6 +24,20 @@ async def world() -> AsyncIterator[World]:
         await world.check_reads()
     finally:
         await world.close()
+
+
+async def hit_of(point: str, act: Callable[[], Awaitable[None]]) -> int:
+    """At which of the act's failpoints, counted from 0, this one comes; the act is done."""
+    real, names = failpoints.hit, list[str]()
+
+    def hit(name: str) -> None:
+        names.append(name)
+        real(name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(failpoints, "hit", hit)
+        await act()
+    return names.index(point)
 
 
 async def put_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch, step: int, writer: int, name: str) -> None:
@@ -90,3 +105,11 @@ async def test_what_nobody_heard_of_and_was_put_anew_is_the_new_one(world: World
     await world.tidy()
     assert world.model.parts[1, 0] == {"x": OTHER}
     await world.commit(1, 0)
+
+
+async def test_what_a_kill_left_of_a_shard_goes_though_others_go_past_the_cache_before_it_is_looked_for(world: World) -> None:
+    pack = {"a": DATA, "b": OTHER}
+    hit = await hit_of("model.written", lambda: world.put_small_through(1, 1, pack))
+    await world.crash_in(lambda: world.put_small_through(2, 0, pack), hit)
+    assert any(TEMP_PREFIX in key for key in world.stores["near"].objects)
+    await world.put_small_through(2, 0, {"c": DATA})

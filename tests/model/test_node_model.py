@@ -307,10 +307,8 @@ async def simulate(seed: int, length: int) -> World:
         world.check_stores()
         await world.check_reads()
     except BaseException as error:
-        error.add_note(
-            f"replay with FOREBAY_SIM_SEED={seed}; the last acts:\n  "
-            + "\n  ".join(history[-int(os.environ.get("FOREBAY_SIM_TAIL", "12")) :])
-        )
+        last = history[-int(os.environ.get("FOREBAY_SIM_TAIL", "12")) :]
+        error.add_note(f"replay with FOREBAY_SIM_SEED={seed}; the last acts:\n  " + "\n  ".join(last))
         raise
     finally:
         with contextlib.suppress(Exception):
