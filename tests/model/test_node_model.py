@@ -34,6 +34,25 @@ def unique(writer: int, name: str) -> str:
     return name if name == "a" else f"{name}-{writer}" if name != ".metadata" else f"w{writer}/.metadata"
 
 
+# What is done while a shard is on its way; mostly nothing.
+MEANWHILE = ["", "", "", "", "commit", "abort", "delete", "away", "drain", "tidy", "evict"]
+Act = Callable[[], Awaitable[object]]
+
+
+def meanwhile_of(world: World, step: int, writer: int, what: str, tier: str) -> Act | None:
+    """The act of that word."""
+    acts: dict[str, Act] = {
+        "commit": lambda: world.commit(step, writer),
+        "abort": lambda: world.abort(step, writer),
+        "delete": lambda: world.delete(step),
+        "away": lambda: world.outage(tier),
+        "drain": lambda: world.drain(tier),
+        "tidy": world.tidy,
+        "evict": world.evict,
+    }
+    return acts.get(what)
+
+
 class NodeAgainstModel(RuleBasedStateMachine):
     """Each rule is an act of a job, of the node, or of the world."""
 
@@ -51,6 +70,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
             try:
                 await self.world.settle()
                 self.world.check()
+                self.world.check_stores()
                 await self.world.check_reads()
             finally:
                 await self.world.close()
@@ -63,11 +83,15 @@ class NodeAgainstModel(RuleBasedStateMachine):
         counted["crashes"] += self.world.crashes
         counted["examples"] += 1
 
-    def do(self, act: Callable[[], Awaitable[object]], crash: int) -> None:
-        """Mostly to its end; now and then the power goes off within it."""
-        self.runner.run(_awaited(act) if crash < 0 else self.world.crash_in(act, crash))
+    def do(self, act: Act, crash: int, away: tuple[str, int] | None = None) -> None:
+        """Mostly to its end; now and then the power goes off within it, or a tier goes away."""
+        if away is not None and crash < 0:
+            self.runner.run(self.world.cut_in(act, *away))
+        else:
+            self.runner.run(_awaited(act) if crash < 0 else self.world.crash_in(act, crash))
 
     CRASH = st.sampled_from([-1] * 24 + [*range(13), 15, 18])
+    AWAY = st.one_of(st.none(), st.none(), st.none(), st.tuples(TIER, st.integers(0, 7)))
 
     @rule(step=STEPS, writer=WRITER, name=NAME, size=SIZE, crash=CRASH)
     def put(self, step: int, writer: int, name: str, size: int, crash: int) -> None:
@@ -82,6 +106,40 @@ class NodeAgainstModel(RuleBasedStateMachine):
     def put_small(self, step: int, writer: int, names: set[str], size: int, crash: int) -> None:
         shards = {unique(writer, name): content(writer, name, size) for name in sorted(names)}
         self.do(lambda: self.world.put_small(step, writer, shards), crash)
+
+    @rule(step=STEPS, writer=WRITER, name=NAME, size=SIZE, aside=st.sampled_from(MEANWHILE), tier=TIER, crash=CRASH, away=AWAY)
+    def put_through(
+        self, step: int, writer: int, name: str, size: int, aside: str, tier: str, crash: int, away: tuple[str, int] | None
+    ) -> None:
+        data, meanwhile = content(writer, name, size), meanwhile_of(self.world, step, writer, aside, tier)
+        self.do(lambda: self.world.put_through(step, writer, unique(writer, name), data, meanwhile), crash, away)
+
+    @rule(step=STEPS, writer=WRITER, name=NAME, how=st.sampled_from(["gone", "damaged", "other checksum"]), away=AWAY)
+    def put_broken_through(self, step: int, writer: int, name: str, how: str, away: tuple[str, int] | None) -> None:
+        self.do(lambda: self.world.put_broken_through(step, writer, unique(writer, name), 2 * CHUNK, how), -1, away)
+
+    @rule(step=STEPS, writer=WRITER, names=st.sets(NAME, min_size=1), size=SIZE, crash=CRASH, away=AWAY)
+    def put_small_through(
+        self, step: int, writer: int, names: set[str], size: int, crash: int, away: tuple[str, int] | None
+    ) -> None:
+        shards = {unique(writer, name): content(writer, name, size) for name in sorted(names)}
+        self.do(lambda: self.world.put_small_through(step, writer, shards), crash, away)
+
+    @rule(fails=st.booleans())
+    def disk(self, fails: bool) -> None:
+        self.runner.run(self.world.disk_fails() if fails else self.world.disk_works())
+
+    @rule(crash=CRASH, away=AWAY)
+    def tidy(self, crash: int, away: tuple[str, int] | None) -> None:
+        self.do(self.world.tidy, crash, away)
+
+    @rule(crash=CRASH)
+    def file_parts(self, crash: int) -> None:
+        self.do(self.world.file_parts, crash)
+
+    @rule(crash=CRASH)
+    def mend(self, crash: int) -> None:
+        self.do(self.world.mend, crash)
 
     @rule(step=STEPS, writer=WRITER, crash=CRASH)
     def commit(self, step: int, writer: int, crash: int) -> None:
@@ -157,7 +215,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
             self.world.check()
 
 
-async def _awaited(act: Callable[[], Awaitable[object]]) -> None:
+async def _awaited(act: Act) -> None:
     await act()
 
 
@@ -174,12 +232,17 @@ def test_node_against_model() -> None:
 # -- simulation --------------------------------------------------------------------------------------------------------------
 
 
-def acts_of(world: World, chance: random.Random) -> tuple[str, Callable[[], Awaitable[object]], bool]:
+def acts_of(world: World, chance: random.Random) -> tuple[str, Act, bool]:
     """One act by weight: its words, itself, and whether a crash may come in the middle."""
     step, writer, tier = chance.randrange(3), chance.randrange(WRITERS), chance.choice(TIERS)
     name, size = chance.choice(NAMES), chance.choice(SIZES)
+    aside = chance.choice(MEANWHILE)
+    meanwhile = meanwhile_of(world, step, writer, aside, tier)
+    group = {
+        unique(writer, each): content(writer, each, size) for each in sorted({name, chance.choice(NAMES), chance.choice(NAMES)})
+    }
     mine, how = unique(writer, name), chance.choice(["gone", "damaged", "other checksum"])
-    acts: list[tuple[int, str, Callable[[], Awaitable[object]], bool]] = [
+    acts: list[tuple[int, str, Act, bool]] = [
         (8, f"put {step} {writer} {mine} {size}", lambda: world.put(step, writer, mine, content(writer, name, size)), True),
         (3, f"small {step} {writer} {mine}", lambda: world.put_small(step, writer, {mine: content(writer, name, size)}), True),
         (2, f"broken {step} {writer} {mine}", lambda: world.put_broken(step, writer, mine, max(size, 1), how), True),
@@ -188,6 +251,24 @@ def acts_of(world: World, chance: random.Random) -> tuple[str, Callable[[], Awai
         (12, f"drain {tier}", lambda: world.drain(tier), True),
         (12, f"complete {tier}", lambda: world.complete(tier), True),
         (6, "evict", world.evict, True),
+        (
+            6,
+            f"through {step} {writer} {mine} {size}, meanwhile {aside or 'nothing'}",
+            lambda: world.put_through(step, writer, mine, content(writer, name, size), meanwhile),
+            True,
+        ),
+        (3, f"small through {step} {writer} {name}", lambda: world.put_small_through(step, writer, group), True),
+        (
+            1,
+            f"broken through {step} {writer} {mine}",
+            lambda: world.put_broken_through(step, writer, mine, max(size, 1), how),
+            True,
+        ),
+        (3, "tidy", world.tidy, True),
+        (1, "disk fails", world.disk_fails, False),
+        (2, "disk works", world.disk_works, False),
+        (2, "file parts", world.file_parts, True),
+        (3, "mend", world.mend, True),
         (6, f"read {step} {mine}", lambda: world.read(step, mine), False),
         (1, f"pin {step}", lambda: world.pin(step, chance.random() < 0.5), False),
         (1, f"delete {step}", lambda: world.delete(step), True),
@@ -208,19 +289,26 @@ async def simulate(seed: int, length: int) -> World:
     try:
         for _ in range(length):
             words, act, may_crash = acts_of(world, chance)
-            if may_crash and chance.random() < 0.15:
+            fate = chance.random() if may_crash else 1.0
+            if fate < 0.15:
                 hit = chance.randrange(20)
                 history.append(f"{words}, crash at failpoint {hit}")
                 await world.crash_in(act, hit)
+            elif fate < 0.2:
+                tier, hit = chance.choice(TIERS), chance.randrange(12)
+                history.append(f"{words}, {tier} away at failpoint {hit}")
+                await world.cut_in(act, tier, hit)
             else:
                 history.append(words)
                 await act()
             world.check()
         await world.settle()
         world.check()
+        world.check_stores()
         await world.check_reads()
     except BaseException as error:
-        error.add_note(f"replay with FOREBAY_SIM_SEED={seed}; the last acts:\n  " + "\n  ".join(history[-12:]))
+        last = history[-int(os.environ.get("FOREBAY_SIM_TAIL", "12")) :]
+        error.add_note(f"replay with FOREBAY_SIM_SEED={seed}; the last acts:\n  " + "\n  ".join(last))
         raise
     finally:
         with contextlib.suppress(Exception):

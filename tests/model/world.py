@@ -12,44 +12,49 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from catalog.kit import check_sums
 from forebay_gateway import build
+from forebay_gateway.admission.disk import FAILURES_IN_A_ROW
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.clock import FakeClock
+from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.config import load_config
-from forebay_gateway.core.config_sections import TierConfig
 from forebay_gateway.core.errors import AlreadyExists, CacheFull, ForebayError, NotFound, Unavailable
-from forebay_gateway.core.layout import manifest_key, shard_key
-from forebay_gateway.core.records import NamedShard, PartState
-from forebay_gateway.movers.jobs import ItemDone, ItemFailed, Job, JobDone, Limits, Progress, Setup, ToFront, UploadBegun
-from forebay_gateway.movers.pool import MoverProcess, Reports
-from forebay_gateway.movers.worker import JobRunner
-from forebay_gateway.paths.commit import CommitPath, Expected
+from forebay_gateway.core.layout import current_key, manifest_key, part_key, run_key, shard_key
+from forebay_gateway.core.records import NamedShard, PartState, ShardRow
+from forebay_gateway.core.states import CopyState
+from forebay_gateway.movers.jobs import Setup
+from forebay_gateway.paths.care.mend import Mender
+from forebay_gateway.paths.commit import UNFILED, CommitPath, Expected
 from forebay_gateway.paths.complete import Completion
 from forebay_gateway.paths.drain import Drain
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.passing import Leaving
 from forebay_gateway.paths.read import ReadPath
 from forebay_gateway.paths.recover import recover, recover_copies
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.small import SmallPath, SmallShard
+from forebay_gateway.paths.through import Passage, Through
+from forebay_gateway.paths.unfiled import Filer
 from forebay_gateway.paths.view import view
 from forebay_gateway.paths.write import Existing, PartRef, WritePath
-from forebay_gateway.tiers.base import ObjectInfo, PutOptions, Source, Tier
-from forebay_gateway.tiers.memory import MemoryStore, MemoryTier
+from forebay_gateway.tiers.memory import MemoryStore
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.checksums import crc32c
+from forebay_wire.names import is_commit_last
+from model.stand_ins import Away, MoversHere, open_stream
 
 CHUNK = 64 << 10
-PLAIN = PutOptions()
 TIERS = ("near", "far")
 RUN = "team/run"
 WRITERS = 2
@@ -65,111 +70,13 @@ catalog_reserve = "1MiB"
 soft = 0.05
 [[tier]]
 name = "near"
-kind = "memory"
+kind = "posix"
+path = "/nowhere/near"
 [[tier]]
 name = "far"
-kind = "memory"
+kind = "posix"
+path = "/nowhere/far"
 """
-
-
-class Away(MemoryTier):
-    """A tier that can be away: then no verb has an answer, and nothing is said about what is there."""
-
-    def __init__(self, name: str, store: MemoryStore, outages: set[str]) -> None:
-        super().__init__(name, store)
-        self._outages = outages
-
-    def _look(self) -> None:
-        if self.name in self._outages:
-            raise Unavailable("the tier is away", tier=self.name)
-
-    async def probe(self) -> Any:
-        self._look()
-        return await super().probe()
-
-    async def put(self, key: str, source: Source, options: PutOptions = PLAIN) -> ObjectInfo:
-        self._look()
-        return await super().put(key, source, options)
-
-    async def verify(self, key: str, source: Source, options: PutOptions = PLAIN) -> ObjectInfo:
-        self._look()
-        return await super().verify(key, source, options)
-
-    async def put_small(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> ObjectInfo:
-        self._look()
-        return await super().put_small(key, data, if_absent=if_absent, if_match=if_match)
-
-    async def get_small(self, key: str, limit_bytes: int = 256 << 20) -> tuple[bytes, ObjectInfo]:
-        self._look()
-        return await super().get_small(key, limit_bytes)
-
-    async def read(self, key: str, offset: int, length: int) -> AsyncIterator[bytes]:
-        self._look()
-        async for piece in super().read(key, offset, length):
-            yield piece
-
-    async def head(self, key: str) -> ObjectInfo:
-        self._look()
-        return await super().head(key)
-
-    async def delete(self, key: str) -> None:
-        self._look()
-        await super().delete(key)
-
-    async def list(self, prefix: str) -> Any:
-        self._look()
-        return await super().list(prefix)
-
-    async def point(self, key: str, target: str) -> None:
-        self._look()
-        await super().point(key, target)
-
-
-class MoversHere:
-    """MoverPool without processes: the same jobs by the same code, their reports in the same order."""
-
-    def __init__(self, setup: Setup, opened: Callable[[TierConfig], Tier]) -> None:
-        self._ids = itertools.count(1)
-        self._told: dict[int, asyncio.Queue[ToFront]] = {}
-        self._runner = JobRunner(setup, lambda message: self._told[message.id].put_nowait(message), opened)
-
-    def next_job_id(self) -> int:
-        return next(self._ids)
-
-    def processes(self) -> list[MoverProcess]:
-        return []
-
-    def limit(self, limits: Limits) -> None:
-        self._runner.limit(limits)
-
-    def saves(self, under_way: bool) -> None:
-        self._runner.turn.saves(under_way)
-
-    async def drain(self, tier: str, job: Job, reports: Reports) -> None:
-        await self.fetch(job, reports)
-
-    async def fetch(self, job: Job, reports: Reports) -> None:
-        inbox = self._told[job.id] = asyncio.Queue()
-        running = asyncio.create_task(self._runner.run(job))
-        try:
-            while not isinstance(message := await inbox.get(), JobDone):
-                match message:
-                    case UploadBegun():
-                        await reports.upload_begun(message.index, message.upload_id)
-                        self._runner.acknowledged(job.id, message.index)
-                    case ItemDone():
-                        await reports.item_done(message.index, message)
-                    case ItemFailed():
-                        await reports.item_failed(message.index, message)
-                    case Progress():
-                        reports.progress(message.size)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            del self._told[job.id]
-
-    async def stop(self, grace_s: float) -> None:
-        await self._runner.close()
 
 
 @dataclass
@@ -186,6 +93,9 @@ class Paths:
     retention: Retention
     drains: dict[str, Drain]
     completions: dict[str, Completion]
+    through: Through
+    filer: Filer
+    mender: Mender
 
 
 Name = tuple[int, int]  # step, writer
@@ -198,6 +108,19 @@ class Model:
     parts: dict[Name, dict[str, bytes]] = field(default_factory=dict)
     committed: set[Name] = field(default_factory=set)
     pinned: set[int] = field(default_factory=set)
+    # Where a shard is that never came into the cache; and what was tried so and not acknowledged: it may turn up in its part
+    # later, as a sealed file would that a crash left without its row.
+    through: dict[Name, dict[str, str]] = field(default_factory=dict)
+    tried: dict[Name, dict[str, set[bytes]]] = field(default_factory=dict)
+
+    def copy(self) -> "Model":
+        return Model(
+            {key: dict(shards) for key, shards in self.parts.items()},
+            set(self.committed),
+            set(self.pinned),
+            {key: dict(tiers) for key, tiers in self.through.items()},
+            {key: {name: set(tries) for name, tries in tried.items()} for key, tried in self.tried.items()},
+        )
 
     def complete(self) -> set[int]:
         return {step for step, writer in self.committed if all((step, each) in self.committed for each in range(WRITERS))}
@@ -205,10 +128,20 @@ class Model:
     def holder(self, step: int, name: str) -> int | None:
         return next((writer for writer in range(WRITERS) if name in self.parts.get((step, writer), {})), None)
 
+    def try_through(self, key: Name, shards: dict[str, bytes]) -> None:
+        for name, data in shards.items():
+            self.tried.setdefault(key, {}).setdefault(name, set()).add(data)
+
+    def drop(self, key: Name) -> dict[str, bytes]:
+        """A part, and all that was tried of it."""
+        self.committed.discard(key)
+        self.through.pop(key, None)
+        self.tried.pop(key, None)
+        return self.parts.pop(key, {})
+
     def forget(self, step: int) -> None:
         for writer in range(WRITERS):
-            self.parts.pop((step, writer), None)
-            self.committed.discard((step, writer))
+            self.drop((step, writer))
         self.pinned.discard(step)
 
 
@@ -257,6 +190,12 @@ class World:
         await recover(node)
         evictor, finder = Evictor(node), Finder(node)
         writes = WritePath(node, evictor)
+        small, reads = SmallPath(node, writes, packed_from=2), ReadPath(node, finder, evictor)
+        through, mender = Through(node, writes, open_stream), Mender(node, reads)
+        small.divert, node.budget.through = through.put_group, through.tier
+        for tier in node.tiers.values():
+            tier.on_return(mender.retry_now)
+        node.on_disk_return.append(mender.retry_now)
         drains = {
             name: Drain(node, tier, recover_copies=partial(recover_copies, node, tier), verified=lambda: None)
             for name, tier in node.tiers.items()
@@ -264,14 +203,17 @@ class World:
         self.paths = Paths(
             node,
             writes,
-            SmallPath(node, writes, packed_from=2),
+            small,
             CommitPath(node, writes, joined_from=2),
             finder,
-            ReadPath(node, finder, evictor),
+            reads,
             evictor,
             Retention(node, finder),
             drains,
             {name: Completion(node, tier, drains[name]) for name, tier in node.tiers.items()},
+            through,
+            Filer(node),
+            mender,
         )
         self.clock = clock
         for tier in node.tiers.values():
@@ -318,25 +260,32 @@ class World:
 
     async def crash_in(self, act: Callable[[], Awaitable[object]], hit: int) -> None:
         """Power off at the act's failpoint number `hit` (after it, where it has fewer): it happened, or it did not."""
-        before = Model(
-            {key: dict(shards) for key, shards in self.model.parts.items()}, set(self.model.committed), set(self.model.pinned)
-        )
-        left = itertools.count(hit, -1)
-        real = failpoints.hit
-
-        def pass_by(name: str) -> None:
-            real(name)
-            if next(left) == 0 and self._instant is None:
-                self._freeze()
-
-        failpoints.hit = pass_by
-        try:
+        before = self.model.copy()
+        with self._at(hit, self._freeze):
             await act()
-        finally:
-            failpoints.hit = real
         after = self.model
         await self.crash()
         self.model = self._as_found(before, after)
+
+    async def cut_in(self, act: Callable[[], Awaitable[object]], tier: str, hit: int) -> None:
+        """The tier goes away at the act's failpoint number `hit`, where it has so many."""
+        with self._at(hit, lambda: self.outages.add(tier)):
+            await act()
+
+    @contextlib.contextmanager
+    def _at(self, hit: int, happens: Callable[[], object]) -> Iterator[None]:
+        left, real = itertools.count(hit, -1), failpoints.hit
+
+        def pass_by(name: str) -> None:
+            real(name)
+            if next(left) == 0:
+                happens()
+
+        failpoints.hit = pass_by
+        try:
+            yield
+        finally:
+            failpoints.hit = real
 
     def _as_found(self, before: Model, after: Model) -> Model:
         """Of what the interrupted act changes, what the disk says; of all else, what was promised."""
@@ -358,6 +307,12 @@ class World:
                 assert old.keys() & new.keys() <= here <= old.keys() | new.keys(), (key, old.keys(), new.keys(), here)
                 if part is not None:
                     found.parts[key] = {name: (new | old)[name] for name in here}
+                    through = before.through.get(key, {}) | after.through.get(key, {})
+                    found.through[key] = {name: tier for name, tier in through.items() if name in here}
+                    for model in (before, after):
+                        for name, tries in model.tried.get(key, {}).items():
+                            for data in tries:
+                                found.try_through(key, {name: data})
                     if part.state is PartState.COMMITTED:
                         assert key in before.committed | after.committed
                         found.committed.add(key)
@@ -389,37 +344,83 @@ class World:
     def _open(self, step: int, writer: int) -> dict[str, bytes]:
         return self.model.parts.setdefault((step, writer), {})
 
-    async def put(self, step: int, writer: int, name: str, data: bytes) -> None:
-        """One shard, by stream."""
-        refused = self._refusal(step, writer, {name: data})
-        with contextlib.suppress(CacheFull):
+    async def put(
+        self, step: int, writer: int, name: str, data: bytes, meanwhile: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """One shard, by stream; `meanwhile` is done between its last chunk and its end."""
+        key, shards = (step, writer), {name: data}
+        refused = self._refusal(step, writer, shards)
+        path = self.paths.through if self.paths.node.budget.disk.reason else self.paths.writes  # as the service does
+        on = ""
+        try:
+            incoming = await path.begin(self.part(step, writer), name, len(data))
+            if isinstance(incoming, Passage):
+                on = incoming.tier.name
+                self._open(step, writer)
+                self.model.try_through(key, shards)
             try:
-                incoming = await self.paths.writes.begin(self.part(step, writer), name, len(data))
-                try:
-                    if not isinstance(incoming, Existing):
-                        for offset in range(0, len(data), CHUNK):
-                            piece = memoryview(data)[offset : offset + CHUNK]
-                            await incoming.chunk(offset, crc32c(piece), piece)
-                    receipt = await incoming.finish(len(data), crc32c(data))
-                finally:
-                    await incoming.discard()
-            except AlreadyExists:
-                assert refused, (step, writer, name)
-            except Unavailable as error:
-                assert "deleted" in str(error)
+                if not isinstance(incoming, Existing):
+                    for offset in range(0, len(data), CHUNK):
+                        piece = memoryview(data)[offset : offset + CHUNK]
+                        await incoming.chunk(offset, crc32c(piece), piece)
+                    if meanwhile is not None:
+                        self._sync_open(step, writer)
+                        await meanwhile()
+                        refused = key in self.model.committed
+                receipt = await incoming.finish(len(data), crc32c(data))
+            finally:
+                await incoming.discard()
+        except AlreadyExists:
+            assert refused, (step, writer, name)
+        except NotFound:
+            assert meanwhile is not None and key not in self.model.parts, (step, writer, name)
+        except CacheFull:
+            pass
+        except Unavailable as error:
+            assert self._is_excused(error, shards, on), error
+        else:
+            assert not refused, (step, writer, name)
+            assert (receipt.size, receipt.crc32c) == (len(data), crc32c(data))
+            if meanwhile is not None and key not in self.model.parts:
+                assert self._is_going(step), (step, writer, name)
                 return
-            else:
-                assert not refused, (step, writer, name)
-                assert (receipt.size, receipt.crc32c) == (len(data), crc32c(data))
-                self._open(step, writer)[name] = data
-                return
+            self._landed(key, shards, {name: receipt.level})
         self._sync_open(step, writer)
+
+    def _landed(self, key: Name, shards: dict[str, bytes], levels: dict[str, str]) -> None:
+        """They are acknowledged, with these levels."""
+        self._open(*key).update(shards)
+        with self.paths.node.catalog.read() as txn:
+            for name, level in levels.items():
+                if self._named(txn, key, name).row.is_cached:
+                    assert level == "cache", (key, name, level)
+                    continue
+                on = [tier for tier in self._on(key, name) if tier in level.split("+")]  # one word for a group
+                assert on, (key, name, level)
+                if key not in self.model.committed:
+                    self.model.through.setdefault(key, {}).setdefault(name, on[0])
+
+    def _is_going(self, step: int) -> bool:
+        with self.paths.node.catalog.read() as txn:
+            row = txn.checkpoint(RUN, step)
+        return row is not None and row.deleting
+
+    def _is_excused(self, error: ForebayError, names: Iterable[str], on: str = "") -> bool:
+        """Whether a put may be refused so: of a checkpoint that goes; past the cache, where the tier that it had begun on went
+        away, or none takes it, and for the sign of completeness; and into a cache whose disk fails."""
+        if "deleted" in str(error):
+            return True
+        if on or not self.paths.node.budget.disk.reason:
+            return on in self.outages
+        usable = [tier for tier in self.paths.node.tiers.values() if tier.usable and tier.name not in self.outages]
+        return not usable or any(is_commit_last(name) for name in names)
 
     async def put_broken(self, step: int, writer: int, name: str, size: int, how: str) -> None:
         """A stream without its trailer, damaged on its way, or with another checksum at its end: nothing is left of it."""
         data = bytes(size)
+        path = self.paths.through if self.paths.node.budget.disk.reason else self.paths.writes
         with contextlib.suppress(ForebayError):
-            incoming = await self.paths.writes.begin(self.part(step, writer), name, size)
+            incoming = await path.begin(self.part(step, writer), name, size)
             try:
                 first = memoryview(data)[:CHUNK]
                 await incoming.chunk(0, crc32c(first) ^ (how == "damaged"), first)
@@ -432,21 +433,109 @@ class World:
 
     async def put_small(self, step: int, writer: int, shards: dict[str, bytes]) -> None:
         """A group, all or none."""
+        key = (step, writer)
         refused = self._refusal(step, writer, shards)
         small = [SmallShard(name, crc32c(data), memoryview(data)) for name, data in shards.items()]
-        with contextlib.suppress(CacheFull):
-            try:
-                await self.paths.small.put(self.part(step, writer), small)
-            except AlreadyExists:
-                assert refused, (step, writer, shards)
-            except Unavailable as error:
-                assert "deleted" in str(error)
-                return
-            else:
-                assert not refused, (step, writer, shards)
-                self._open(step, writer).update(shards)
-                return
+        if self.paths.node.budget.disk.reason and not refused:
+            self.model.try_through(key, shards)
+        try:
+            receipts = await self.paths.small.put(self.part(step, writer), small)
+        except AlreadyExists:
+            assert refused, (step, writer, shards)
+        except CacheFull:
+            pass
+        except Unavailable as error:
+            assert self.outages or self._is_excused(error, shards), error
+        else:
+            assert not refused, (step, writer, shards)
+            self._landed(key, shards, {receipt.name: receipt.level for receipt in receipts})
         self._sync_open(step, writer)
+
+    @contextlib.contextmanager
+    def failing_disk(self) -> Iterator[None]:
+        """Meanwhile shards go past the cache."""
+        node, fails = self.paths.node, bool(self.paths.node.budget.disk.reason)
+        self.fail_disk()
+        try:
+            yield
+        finally:
+            if node is self.paths.node and not fails:
+                self.mend_disk()
+
+    def fail_disk(self) -> None:
+        for _ in range(FAILURES_IN_A_ROW):
+            self.paths.node.budget.disk.failed("it takes no write, says the test")
+
+    def mend_disk(self) -> None:
+        """As health.py does, once it has written something."""
+        node = self.paths.node
+        node.budget.disk.worked()
+        for listener in node.on_disk_return:
+            listener()
+
+    async def put_through(
+        self, step: int, writer: int, name: str, data: bytes, meanwhile: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        with self.failing_disk():
+            await self.put(step, writer, name, data, meanwhile)
+
+    async def put_small_through(self, step: int, writer: int, shards: dict[str, bytes]) -> None:
+        with self.failing_disk():
+            await self.put_small(step, writer, shards)
+
+    async def put_broken_through(self, step: int, writer: int, name: str, size: int, how: str) -> None:
+        with self.failing_disk():
+            await self.put_broken(step, writer, name, size, how)
+
+    async def tidy(self) -> None:
+        """What is left of attempts is ended, one way or the other."""
+        await self.paths.through.tidier.step()
+        with self.paths.node.catalog.read() as txn:
+            for (step, writer), shards in self.model.parts.items():
+                for name in self._names(txn, step, writer) - shards.keys():
+                    shard, tried = self._named(txn, (step, writer), name), self.model.tried.get((step, writer), {})
+                    found = [data for data in tried.get(name, ()) if (len(data), crc32c(data)) == (shard.size, shard.crc32c)]
+                    assert found, f"{name!r} of {step, writer} turned up, and nobody had put it into this part"
+                    assert (step, writer) not in self.model.committed
+                    shards[name] = found[0]
+                    self.model.through.setdefault((step, writer), {})[name] = self._on((step, writer), name)[0]
+
+    async def disk_fails(self) -> None:
+        """Until it works again: all that comes goes past the cache, and no part has a file."""
+        self.fail_disk()
+
+    async def disk_works(self) -> None:
+        self.mend_disk()
+
+    async def file_parts(self) -> None:
+        await self.paths.filer.step()
+
+    async def mend(self) -> None:
+        """All that can be mended now."""
+        while await self.paths.mender.step() is not None:
+            pass
+
+    # -- what the catalog says -----------------------------------------------------------------------------------------
+
+    def _names(self, txn: ReadTxn, step: int, writer: int) -> set[str]:
+        return {shard.name for row in self._rows(txn, step, writer) for shard in txn.inside(row)}
+
+    def _rows(self, txn: ReadTxn, step: int, writer: int) -> list[ShardRow]:
+        session = txn.find_session(RUN, step, session_of(step, self.generation))
+        return [] if session is None else list(txn.shards(session.id, writer))
+
+    def _named(self, txn: ReadTxn, key: Name, name: str) -> NamedShard:
+        session = txn.find_session(RUN, key[0], session_of(key[0], self.generation))
+        assert session is not None, (key, name)
+        shard = txn.named(session.id, name)
+        assert shard is not None and shard.writer == key[1], (key, name)
+        return shard
+
+    def _on(self, key: Name, name: str) -> list[str]:
+        """The tiers that have it proved."""
+        with self.paths.node.catalog.read() as txn:
+            copies = txn.copies(self._named(txn, key, name).row.key)
+        return [tier for tier in TIERS if tier in copies and copies[tier].state is CopyState.VERIFIED]
 
     def _sync_open(self, step: int, writer: int) -> None:
         """A refused put may have opened the part; that is no promise."""
@@ -484,7 +573,7 @@ class World:
             assert committed
         else:
             assert not committed
-            assert dropped == len(self.model.parts.pop((step, writer), {}))
+            assert dropped == len(self.model.drop((step, writer)))
             if not any(key[0] == step for key in self.model.parts):
                 self.model.pinned.discard(step)  # nothing is left to pin
 
@@ -557,14 +646,21 @@ class World:
             drain.retry_now()
 
     async def settle(self) -> None:
-        """All tiers are there and all work is done: everything promised is complete on both, all that was deleted is gone."""
+        """All tiers are there, the disk works, and all work is done: everything promised is complete on both, all that was
+        deleted is gone, and so is what is left of attempts."""
+        if self.paths.node.budget.disk.reason:
+            self.mend_disk()
         for _ in range(60):
             for tier in TIERS:
                 await self.comes_back(tier)
+            await self.tidy()
+            await self.file_parts()
+            await self.mend()
+            for tier in TIERS:
                 await self.drain(tier)
                 await self.complete(tier)
             await self.retain()
-            await self.pass_time(10.0)
+            await self.pass_time(30.0)
             if not self._left():
                 return
         raise AssertionError(f"does not settle: {self._left()}")
@@ -572,14 +668,32 @@ class World:
     def _left(self) -> list[str]:
         with self.paths.node.catalog.read() as txn:
             left = [f"deleting {row.step}" for row in txn.deleting()]
+            left += [name for name, _ in txn.settings() if name.startswith(("passing:", UNFILED))]
+            left += [
+                f"{gone.key} on {tier}" for tier in TIERS for gone in self._leaving(txn, tier) if not self._waits(txn, gone)
+            ]
             for tier in TIERS:
                 for entry in txn.pending(tier):  # the sign of completeness of a step that lacks a writer waits for ever
-                    session = txn.session(entry.key.session_id)
-                    if session is not None and session.step in self.model.complete():
+                    session, row = txn.session(entry.key.session_id), txn.shard(entry.key)
+                    assert session is not None and row is not None
+                    if session.step in self.model.complete() or not is_commit_last(row.name):
                         left.append(f"pending on {tier}: {entry}")
                 waiting = {session.step for session in txn.unpublished(tier)} & self.model.complete()
                 left += [f"step {step} is not complete on {tier}" for step in waiting]
         return left
+
+    def _leaving(self, txn: ReadTxn, tier: str) -> list[Leaving]:
+        """What is noted to be deleted there."""
+        return [
+            msgspec.msgpack.decode(value, type=Leaving) for name, value in txn.settings() if name.startswith(f"leaving:{tier}:")
+        ]
+
+    def _waits(self, txn: ReadTxn, gone: Leaving) -> bool:
+        """Whether a shard of its name is here that has not come there: it replaces it, or goes, and the other goes then."""
+        return any(
+            step == gone.step and gone.name in {row.name for row in self._rows(txn, step, writer)}
+            for step, writer in self.model.parts
+        )
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
@@ -596,31 +710,67 @@ class World:
             parts = [part for session in txn.sessions() for part in txn.parts(session.id) if part.state is PartState.COMMITTED]
             promised = {(part.session_id, part.writer, part.commit_seq) for part in parts if not part.is_adopted}
             going = {number for row in txn.deleting() for number in row.session_ids}
-            cached = {row.key for row in rows.values() if row.is_cached}
-            for step, writer in self.model.committed:
-                session = txn.find_session(RUN, step, session_of(step, self.generation))
-                assert session is not None
-                for name, data in self.model.parts[step, writer].items():
-                    shard = txn.named(session.id, name)
-                    assert shard is not None
+            unfiled = {
+                tuple(int(n, 16) for n in name[len(UNFILED) :].split("-"))
+                for name, _ in txn.settings()
+                if name.startswith(UNFILED)
+            }
+            for (step, writer), shards in self.model.parts.items():
+                assert self._names(txn, step, writer) == shards.keys(), (step, writer)
+                through = self.model.through.get((step, writer), {})
+                for name, data in shards.items():
+                    shard = self._named(txn, (step, writer), name)
                     assert (shard.size, shard.crc32c) == (len(data), crc32c(data))
-                    if shard.row.key not in cached:  # then it is safe elsewhere, every byte of it
-                        self._check_on_tiers(step, shard, data)
+                    if name in through:
+                        self._check_on_tier(through[name], step, shard, data)
+                    elif not shard.row.is_cached:  # then it is safe elsewhere, every byte of it
+                        assert (step, writer) in self.model.committed
+                        for tier in TIERS:
+                            self._check_on_tier(tier, step, shard, data)
+                            assert manifest_key(RUN, step) in self.stores[tier].objects
         files = {path: path.stat().st_size for path in self._cache.glob("data/*/*.shard")}
         assert {node.cache.shard_path(row.key) for row in rows.values() if row.disk_size} == set(files)
         found = {(file.session_id, file.writer, file.commit_seq) for file in node.cache.scan() if file.kind == "part"}
-        assert {part for part in promised if part[0] not in going} <= found <= promised
+        filed = {part for part in promised if part[0] not in going and part[:2] not in unfiled}
+        assert filed <= found <= promised
         assert node.budget.used == totals.used == sum(files.values())
         assert node.budget.reserved == 0
+        assert not node.passing and not self.paths.through.tidier.under_way
         assert list((self._cache / "incoming").iterdir()) == []
 
-    def _check_on_tiers(self, step: int, shard: NamedShard, data: bytes) -> None:
-        session = session_of(step, self.generation)
+    def _check_on_tier(self, tier: str, step: int, shard: NamedShard, data: bytes) -> None:
         begin = 0 if shard.packed is None else shard.packed.offset
-        for store in self.stores.values():
-            whole = store.objects[shard_key(RUN, step, session, shard.row.name)].data
-            assert len(whole) == shard.row.size and whole[begin : begin + shard.size] == data
-            assert manifest_key(RUN, step) in store.objects
+        whole = self.stores[tier].objects[shard_key(RUN, step, session_of(step, self.generation), shard.row.name)].data
+        assert len(whole) == shard.row.size and whole[begin : begin + shard.size] == data
+
+    def check_stores(self) -> None:
+        """Once all is settled: each tier holds what committed parts and shards that went through to it need, and nothing else.
+
+        Left by design: the note of the run, which goes with no checkpoint. Allowed, not needed: the sign of completeness of a
+        checkpoint that lacks a writer, and the record of its part, which waits for it; it may have gone through before. And an
+        object that was put for a part that is gone, while one of its name waits here.
+        """
+        complete = self.model.complete()
+        for tier, store in self.stores.items():
+            needed, allowed = {manifest_key(RUN, step) for step in complete}, {run_key(RUN)}
+            with self.paths.node.catalog.read() as txn:
+                for (step, writer), shards in self.model.parts.items():
+                    names, committed = (RUN, step, session_of(step, self.generation)), (step, writer) in self.model.committed
+                    waits = committed and step not in complete and any(map(is_commit_last, shards))
+                    for name, data in shards.items():
+                        shard = self._named(txn, (step, writer), name)
+                        if committed and not (waits and is_commit_last(name)):
+                            needed.add(shard_key(*names, shard.row.name))
+                            self._check_on_tier(tier, step, shard, data)
+                        elif committed or self.model.through.get((step, writer), {}).get(name) == tier:
+                            (allowed if committed else needed).add(shard_key(*names, shard.row.name))
+                    if committed:
+                        (allowed if waits else needed).add(part_key(*names, writer))
+                allowed |= {gone.key for gone in self._leaving(txn, tier) if self._waits(txn, gone)}
+            found = set(store.objects)
+            assert needed <= found, (tier, "lacks", needed - found)
+            assert found <= needed | allowed, (tier, "has left", found - needed - allowed)
+            assert set(store.links) == {current_key(RUN, step) for step in complete}, (tier, store.links)
 
     async def check_reads(self) -> None:
         """Every shard of every complete checkpoint, and nothing of any other."""

@@ -62,7 +62,7 @@ class WriteTxn(RowKeeper):
         self._put(self._db.runs, schema.run_key(run), run.encode("utf-8"))
         grown = checkpoint or CheckpointRow(run, step)
         self._put_checkpoint(replace(grown, session_ids=(*grown.session_ids, session_id)))
-        self._id_seen = max(self._id_seen, session_id)
+        self.keep_id(session_id)
         return row
 
     def open_part(self, session_id: int, writer: int) -> PartRow:

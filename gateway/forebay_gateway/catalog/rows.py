@@ -84,8 +84,12 @@ class RowKeeper(ReadTxn):
 
     @property
     def highest_id(self) -> int:
-        """Of the sessions and shards that the act added; 0 for none."""
+        """Of the sessions and shards that the act added or kept; 0 for none."""
         return self._id_seen
+
+    def keep_id(self, number: int) -> None:
+        """Something on record bears it, though perhaps no row: no later start gives it again."""
+        self._id_seen = max(self._id_seen, number)
 
     def finish(self) -> None:
         """Write what the act left for its end. Called once, by the writer thread, before the act's commit."""
@@ -172,7 +176,7 @@ class RowKeeper(ReadTxn):
         self._put(self._db.part_shards, schema.part_shard_key(row.session_id, row.writer, row.shard_id), b"")
         self._put(self._db.chunks, schema.shard_key(row.key), chunks)
         self._put_shard(old, row)
-        self._id_seen = max(self._id_seen, row.shard_id)
+        self.keep_id(row.shard_id)
 
     def _take_name(self, row: ShardRow, name: str, value: bytes) -> None:
         key = schema.name_key(row.session_id, name)

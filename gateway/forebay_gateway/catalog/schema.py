@@ -87,7 +87,7 @@ META_NODE = b"node"  # the node's id, UTF-8
 META_TOTALS = b"totals"  # used, dirty, shards: 3 u64, see Totals
 META_QUEUE = b"queue"  # followed by tier:u16 -> copies, bytes in that tier's queue: 2 u64
 META_COMMIT_SEQ = b"commit_seq"  # u64, highest order given to a part or to a fetched shard
-META_ID_FLOOR = b"id_floor"  # u64, highest session or shard id that ever had a row
+META_ID_FLOOR = b"id_floor"  # u64, highest session or shard id that ever had a row, or a note
 
 TOTALS_LENGTH = 3
 QUEUE_LENGTH = 2

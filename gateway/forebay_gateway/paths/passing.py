@@ -6,16 +6,18 @@
 
 Owns these notes (settings of the catalog) and their end: what an earlier process noted, or could not end because its tier was
 away. Does not own the way itself (through.py). An object goes only where it is the very one that was put here, nothing in the
-catalog has its name, and neither a part record nor a manifest on the tier vouches for it: its writer may have gone on through
-another gateway.
+catalog has its name, and neither a part record nor a manifest on the tier names it: its writer may have gone on through another
+gateway.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.catalog import WriteTxn, evicted_row
@@ -36,7 +38,7 @@ from forebay_gateway.paths.write import PartRef, WritePath
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.monitor import OF_ONE_OBJECT, MonitoredTier
 from forebay_gateway.tiers.stream import Checksums
-from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, unpack_chunk_crcs
+from forebay_wire.manifest import Manifest, ManifestError, PartRecord, ShardEntry, unpack_chunk_crcs
 from forebay_wire.packs import PackIndex
 
 log = logging.getLogger("forebay.through")
@@ -64,6 +66,7 @@ class Passing(msgspec.Struct, frozen=True):
     chunks: bytes = b""
     index: bytes = b""
     version: str = ""  # of the object under its name, where it was known before it came there
+    dropped: bool = False  # its part was, since: it is no shard of one that is begun anew
 
     def leaving(self, version: str) -> "Leaving":
         """The object of that version, which is no shard."""
@@ -103,6 +106,7 @@ def version_of(info: ObjectInfo) -> str:
 def note_passing(txn: WriteTxn, tier: str, passing: Passing) -> None:
     """Remember it, in the place of what was noted of this shard before."""
     name = note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id))
+    txn.keep_id(passing.shard_id)  # else the first shard after a kill has this number, and its note would replace this one
     txn.set_setting(name, msgspec.msgpack.encode(passing))
 
 
@@ -115,10 +119,26 @@ def landed(txn: WriteTxn, tier: str, passing: Passing, tag: str) -> None:
     txn.set_setting(note_name(PASSING, tier, key), None)
 
 
+def _landed_late(tier: str, passing: Passing, version: str, txn: WriteTxn) -> None:
+    """The same, of what its sender has not heard of. Raises NotFound too where its part was dropped meanwhile, and perhaps
+    begun anew."""
+    noted = txn.setting(note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id)))
+    if noted is None or _passing.decode(noted).dropped:
+        raise NotFound("the part was aborted while this shard was on its way", writer=passing.writer)
+    landed(txn, tier, passing, version)
+
+
 def note_leaving(txn: WriteTxn, session_id: int, writer: int) -> None:
-    """Of an open part that is about to be dropped: what of it landed on a tier is to be deleted there."""
+    """Of an open part that is about to be dropped: what of it landed on a tier is to be deleted there, and what may have come
+    there is to be no shard."""
     if (session := txn.session(session_id)) is None:
         return
+    for name, value in list(txn.settings()):
+        if not name.startswith(f"{PASSING}:"):
+            continue
+        noted = _passing.decode(value)
+        if (noted.session_id, noted.writer) == (session_id, writer):
+            txn.set_setting(name, msgspec.msgpack.encode(replace(noted, dropped=True)))
     for row in list(txn.shards(session_id, writer)):
         if row.state is not ShardState.EVICTED:
             continue
@@ -175,7 +195,8 @@ class Tidier:
                 return  # ended by another
             try:
                 if isinstance(note, Leaving):
-                    await self._end_leaving(tier, note)
+                    if not await self._end_leaving(tier, note):
+                        return  # looked at again
                 else:
                     await self._end_passing(tier, note, is_replaced)
             except (PermissionDenied, *OF_ONE_OBJECT) as error:
@@ -218,9 +239,12 @@ class Tidier:
         failpoints.hit("through.tidied")
         if not passing.whole or is_replaced:
             return
+        if passing.dropped:
+            await self._is_no_shard(tier, passing, "its part was dropped")
+            return
         crcs = tuple(unpack_chunk_crcs(passing.chunks))
         try:
-            info = await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
+            await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
             await tier.tier.settle(passing.key)  # what failed, or was cut short, may have been that
             version = version_of(await tier.tier.head(passing.key))
         except (NotFound, Corrupt) as error:
@@ -231,52 +255,65 @@ class Tidier:
         ref = PartRef("", 0, "", passing.writer, passing.writer + 1)
         try:
             with self._writes.claim(passing.session_id, ref, passing.name):  # nobody may bring it once more meanwhile
-                await self._node.catalog.write(lambda txn: landed(txn, tier.name, passing, version))
+                await self._node.catalog.write(partial(_landed_late, tier.name, passing, version))
         except (NotFound, AlreadyExists, Unavailable) as error:
-            if passing.version and not isinstance(error, Unavailable):
-                await self._end_leaving(tier, passing.leaving(passing.version))
-                return
-            # Whose object it is nobody can tell any more: its writer may have gone on elsewhere, under this name.
-            log.info("an object without a shard stays tier=%s key=%s size=%s reason=%s", tier.name, info.key, info.size, error)
+            await self._is_no_shard(tier, passing, str(error))
         else:
             self._node.changes.tell(passing.session_id)
 
-    async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> None:
-        if self._has_name(gone):
-            return
+    async def _is_no_shard(self, tier: MonitoredTier, passing: Passing, reason: str) -> None:
+        """It may have its name there. Where its version is known it is to be deleted; else nobody can tell whose the object is:
+        its writer may have gone on elsewhere, under this name."""
+        if passing.version:
+            await self._node.catalog.write(lambda txn: take_back(txn, tier.name, passing, passing.version))
+        else:
+            log.info("an object without a shard stays tier=%s key=%s reason=%s", tier.name, passing.key, reason)
+
+    async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> bool:
+        """Whether nothing is left to be done about it. While the catalog has another shard of its name it waits: that one
+        replaces it there, or goes."""
         try:
-            if version_of(await tier.tier.head(gone.key)) != gone.version or await self._is_vouched_for(tier, gone):
-                return
+            if version_of(await tier.tier.head(gone.key)) != gone.version:
+                return True
+            if (tag := self._tag_of_name(tier.name, gone)) is not None:
+                return tag == gone.version  # it had landed
+            if await self._is_vouched_for(tier, gone):
+                return True
         except NotFound:
-            return
-        if self._has_name(gone):  # put again meanwhile: it may have come there by now
-            return
+            return True
+        if self._tag_of_name(tier.name, gone) is not None:  # put again meanwhile: it may have come there by now
+            return False
         await tier.tier.delete(gone.key)
         failpoints.hit("through.left")
+        return True
 
-    def _has_name(self, gone: Leaving) -> bool:
-        """Whether the catalog has a shard of this name."""
+    def _tag_of_name(self, tier: str, gone: Leaving) -> str | None:
+        """Which version on the tier is the catalog's shard of this name, "" where none is known; None without such a shard."""
         with self._node.catalog.read() as txn:
             session = txn.find_session(gone.run, gone.step, gone.session)
-            return session is not None and txn.shard_by_name(session.id, gone.name) is not None
+            row = None if session is None else txn.shard_by_name(session.id, gone.name)
+            copy = None if row is None else txn.copy(row.key, tier)
+        return None if row is None else "" if copy is None else copy.tag
 
     async def _is_vouched_for(self, tier: MonitoredTier, gone: Leaving) -> bool:
-        """Whether the part was committed elsewhere: its record is there, or a manifest that names the session."""
+        """Whether the part was committed elsewhere with it: its record, or a manifest of the session, names it."""
         try:
-            await tier.tier.head(part_key(gone.run, gone.step, gone.session, gone.writer))
+            document, _ = await tier.tier.get_small(part_key(gone.run, gone.step, gone.session, gone.writer))
+            record = await self._node.aside(len(document), lambda: PartRecord.from_json(document))
+            if any(file.name == gone.name for file, _ in record.files()):
+                return True
         except NotFound:
             pass
-        else:
-            return True
-        try:
-            document, _ = await tier.tier.get_small(manifest_key(gone.run, gone.step))
-        except NotFound:
-            return False
-        try:
-            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
         except ManifestError:
             return True  # nobody can tell
-        return manifest.session == gone.session
+        try:
+            document, _ = await tier.tier.get_small(manifest_key(gone.run, gone.step))
+            manifest = await self._node.aside(len(document), lambda: Manifest.from_json(document))
+        except NotFound:
+            return False
+        except ManifestError:
+            return True
+        return manifest.session == gone.session and any(file.name == gone.name for _, file, _ in manifest.files())
 
     async def step(self) -> float | None:
         """Background: each tier that can be asked; the pause in seconds, None where nothing is left."""

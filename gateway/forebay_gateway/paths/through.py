@@ -12,7 +12,7 @@ since the bytes are here and a mover would get them only by one copy more.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -46,10 +46,10 @@ from forebay_gateway.paths.passing import (
 )
 from forebay_gateway.paths.small import SmallShard, all_or_none
 from forebay_gateway.paths.write import Existing, PartRef, Receipt, WritePath, check_sizes
-from forebay_gateway.tiers.base import ObjectInfo
+from forebay_gateway.tiers.base import ObjectInfo, Tier
 from forebay_gateway.tiers.factory import open_stream, takes_stream
 from forebay_gateway.tiers.monitor import MonitoredTier
-from forebay_gateway.tiers.stream import Checksums, StreamOptions
+from forebay_gateway.tiers.stream import Checksums, ShardStream, StreamOptions
 from forebay_wire.checksums import crc32c, crc32c_of_chunks
 from forebay_wire.manifest import pack_chunk_crcs
 from forebay_wire.names import is_commit_last
@@ -59,12 +59,15 @@ STREAMS_MAX = 4  # at a time: each may hold three parts of an object store's upl
 SMALL_AT_ONCE = 8  # of one request with small shards
 BUSY_RETRY_S = 1.0
 
+Opened = Callable[[Tier, str, StreamOptions], ShardStream]
+
 
 class Through:
     """All shards of this gateway that go through."""
 
-    def __init__(self, node: Node, writes: WritePath) -> None:
-        self.node, self.writes = node, writes
+    def __init__(self, node: Node, writes: WritePath, opened: Opened = open_stream) -> None:
+        """`opened` gives a stream to one object of a tier that is open."""
+        self.node, self.writes, self.opened = node, writes, opened
         self.tidier = Tidier(node, writes)
         self._slots = asyncio.Semaphore(STREAMS_MAX)
         self._configs = {config.name: config for config in node.config.tiers}
@@ -255,7 +258,7 @@ class Passage:
             *key, part.writer, name, on_tier, run=part.run, step=part.step, session=part.session, index=encoded
         )
         self.note = note_name(PASSING, tier.name, key)
-        self._stream = open_stream(tier.tier, on_tier, StreamOptions(size, chunk_size, self._note_upload))
+        self._stream = through.opened(tier.tier, on_tier, StreamOptions(size, chunk_size, self._note_upload))
         self._offset = 0
         self._crcs: list[int] = []
         self._noted = self._is_bad = self._ended = False

@@ -1,0 +1,115 @@
+"""Histories that the model has found, each with what must come of it. The world's own checks look at everything else."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from forebay_gateway.base import failpoints
+from forebay_gateway.base.durable import TEMP_PREFIX
+from model.world import World
+
+pytestmark = pytest.mark.expected_logs()  # of crashes
+DATA, OTHER = b"one" * 1000, b"another"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    await world.start()
+    try:
+        yield world
+        await world.settle()
+        world.check()
+        world.check_stores()
+        await world.check_reads()
+    finally:
+        await world.close()
+
+
+async def hit_of(point: str, act: Callable[[], Awaitable[None]]) -> int:
+    """At which of the act's failpoints, counted from 0, this one comes; the act is done."""
+    real, names = failpoints.hit, list[str]()
+
+    def hit(name: str) -> None:
+        names.append(name)
+        real(name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(failpoints, "hit", hit)
+        await act()
+    return names.index(point)
+
+
+async def put_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch, step: int, writer: int, name: str) -> None:
+    """Past the cache: it has its name on the tier, which went away before it said so."""
+    real: Callable[[str], None] = failpoints.hit
+
+    def hit(point: str) -> None:
+        real(point)
+        if point == "posix.before_dir_fsync":
+            world.outages.add("near")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "hit", hit)
+        await world.put_through(step, writer, name, DATA)
+    assert name not in world.model.parts[step, writer]
+    await world.comes_back("near")
+
+
+async def test_what_was_put_for_a_part_that_was_deleted_goes_though_its_writer_commits_the_part_anew(world: World) -> None:
+    await world.put_through(0, 1, "x", DATA, lambda: world.delete(0))
+    await world.commit(0, 1)
+    await world.complete("near")  # the part's record is there, and does not name it
+    await world.tidy()
+    assert not any(key.endswith("/x") for key in world.stores["near"].objects)
+
+
+async def test_what_was_put_for_a_part_that_is_committed_without_it_goes(world: World) -> None:
+    await world.put_through(0, 1, "x", DATA, lambda: world.commit(0, 1))
+    await world.complete("near")
+
+
+@pytest.mark.parametrize("ends", ["abort", "commit", "open"])
+async def test_what_was_put_for_a_part_that_is_gone_waits_for_the_shard_of_its_name(world: World, ends: str) -> None:
+    await world.put_through(2, 0, "x", DATA, lambda: world.abort(2, 0))
+    await world.put(2, 0, "x", OTHER)
+    await world.tidy()
+    if ends == "abort":
+        await world.abort(2, 0)
+        await world.settle()
+        assert not world.stores["near"].objects
+    elif ends == "commit":
+        await world.commit(2, 0)
+
+
+async def test_what_an_aborted_part_had_not_heard_of_does_not_turn_up_in_the_next_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.put(1, 1, "b", DATA)  # so that the session stays
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    await world.abort(1, 0)
+    await world.put(1, 0, "c", DATA)
+    await world.tidy()
+    await world.commit(1, 0)
+
+
+async def test_what_nobody_heard_of_turns_up_in_its_part(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    await world.tidy()
+    assert world.model.parts[1, 0] == {"x": DATA}
+
+
+async def test_what_nobody_heard_of_and_was_put_anew_is_the_new_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    await world.put_through(1, 0, "x", OTHER)
+    await world.tidy()
+    assert world.model.parts[1, 0] == {"x": OTHER}
+    await world.commit(1, 0)
+
+
+async def test_what_a_kill_left_of_a_shard_goes_though_others_go_past_the_cache_before_it_is_looked_for(world: World) -> None:
+    pack = {"a": DATA, "b": OTHER}
+    hit = await hit_of("model.written", lambda: world.put_small_through(1, 1, pack))
+    await world.crash_in(lambda: world.put_small_through(2, 0, pack), hit)
+    assert any(TEMP_PREFIX in key for key in world.stores["near"].objects)
+    await world.put_small_through(2, 0, {"c": DATA})
