@@ -1,6 +1,6 @@
 """Every index against its rows, both ways: a sound catalog has nothing to tell; nothing is lost, added or changed unseen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from catalog.kit import begin, commit, entry, manifest, opened, sealed, verify
-from forebay_gateway.catalog import Catalog, WriteTxn, index_problems, indexes, schema
+from catalog.kit import begin, commit, entry, manifest, opened, put, sealed, verify
+from forebay_gateway.catalog import Catalog, ReadTxn, WriteTxn, index_problems, indexes, schema
+from forebay_gateway.catalog.schema import CatalogDamaged
 from forebay_gateway.core.records import PublishState, ShardKey, UploadRow
 from forebay_gateway.core.states import CopyState, ShardEvent, ShardState
 from forebay_wire.checksums import crc32c
@@ -252,3 +253,50 @@ async def test_an_adoption_that_was_cut_off_is_no_contradiction(tmp_path: Path) 
         await catalog.write(lambda txn: txn.adopt_shards(session.id, "pfs", document.files(), catalog.new_id))
         await catalog.write(lambda txn: txn.finish_adoption(session.id, document, "pfs"))
         assert await problems(catalog) == []
+
+
+async def test_a_row_under_the_key_of_another_ends_a_walk(tmp_path: Path) -> None:
+    """Who goes on behind the row's own number would come by the same rows for ever."""
+    async with opened(tmp_path / "c") as catalog:
+        session = await begin(catalog)
+        first, *_ = await put(catalog, session, "a", "b", "c")
+
+        def misplace(txn: WriteTxn) -> None:
+            row, checkpoint = txn.shard(first), txn.checkpoint("team/run", 1)
+            txn._put(txn._db.shards, schema.shard_key(ShardKey(session.id, 99)), schema.SHARD.encode(row))
+            txn._put(txn._db.checkpoints, schema.checkpoint_key("team/run", 2), schema.CHECKPOINT.encode(checkpoint))
+
+        await catalog.write(misplace)
+        walks: list[Callable[[ReadTxn], Iterator[Any]]] = [
+            lambda txn: txn.all_shards(),
+            lambda txn: txn.shards(session.id),
+            lambda txn: txn.checkpoints("team/run"),
+        ]
+        for walk in walks:
+            with catalog.read() as txn, pytest.raises(CatalogDamaged, match="stands under the key of another"):
+                list(walk(txn))
+
+
+async def test_keys_that_do_not_ascend_end_a_walk(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        session = await begin(catalog)
+        keys = await put(catalog, session, *"abcde")
+        await commit(catalog, session)
+        await catalog.write(lambda txn: [verify(txn, key) or txn.shard_event(key, ShardEvent.ALL_VERIFIED) for key in keys[:3]])
+    data = tmp_path / "c" / "data.mdb"
+    content = data.read_bytes()
+    for number, other in ((keys[2], keys[0]), (keys[4], keys[1])):  # those of rows and of indexes, wherever they stand
+        content = content.replace(schema.shard_key(number), schema.shard_key(ShardKey(session.id, other.shard_id - 1)))
+    data.write_bytes(content)
+    async with opened(tmp_path / "c") as catalog:
+        walks: list[Callable[[ReadTxn], Iterator[Any]]] = [
+            lambda txn: txn.all_shards(),
+            lambda txn: txn.shards(session.id),
+            lambda txn: txn.evictable(),
+            lambda txn: txn.pending("pfs"),
+        ]
+        for walk in walks:
+            with catalog.read() as txn, pytest.raises(CatalogDamaged):
+                list(walk(txn))
+        told = await problems(catalog)
+        assert any(problem.startswith("shards: ") and "do not ascend" in problem for problem in told), told

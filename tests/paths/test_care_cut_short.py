@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from forebay_gateway.base.tasks import uncut_left
 from forebay_gateway.build import Gateway
+from forebay_gateway.catalog import schema
 from forebay_gateway.core.errors import NotFound, Unavailable
 from forebay_gateway.core.records import ShardKey, ShardRow
 from forebay_gateway.core.states import CopyEvent, CopyState, ShardEvent, ShardState
@@ -232,3 +233,13 @@ async def test_what_a_row_counts_for_its_file_is_found_and_mended(parts: Parts) 
     await parts.check_agrees()
     assert parts.node.budget.used == used
     assert parts.row(kept).is_cached
+
+
+async def test_rows_that_lead_round_in_a_circle_end_a_check(parts: Parts) -> None:
+    first, last = parts.rows()[0], parts.rows()[-1]
+    misplaced = schema.shard_key(ShardKey(last.session_id, last.shard_id + 1000))
+    await parts.node.catalog.write(lambda txn: txn._put(txn._db.shards, misplaced, schema.SHARD.encode(first)))
+    async with asyncio.timeout(30):
+        found = [finding.what for finding in await parts.findings()]
+    assert any("nothing more can be compared" in what for what in found), found
+    await parts.node.catalog.write(lambda txn: txn._delete(txn._db.shards, misplaced))

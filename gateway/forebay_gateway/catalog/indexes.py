@@ -36,19 +36,22 @@ def check_page(txn: ReadTxn, name: str, after: bytes | None) -> tuple[list[str],
     check, database = _CHECKS[name], getattr(txn._db, name)
     problems: list[str] = []
     looked = cost = 0
-    for key, value in txn._scan(database, start=after):
-        if key == after:
-            continue
-        try:
-            problem = check(txn, key, value)
-        except (CatalogDamaged, NotFound, IndexError, ValueError, struct.error) as error:
-            problem = str(error)
-        if problem:
-            problems.append(f"{name} {key.hex()}: {problem}")
-        looked += 1
-        cost += _cost(txn, name, key, value)
-        if looked >= ENTRIES_A_PAGE or cost >= SHARDS_A_PAGE:
-            return problems, key
+    try:
+        for key, value in txn._scan(database, start=after):
+            if key == after:
+                continue
+            try:
+                problem = check(txn, key, value)
+            except (CatalogDamaged, NotFound, IndexError, ValueError, struct.error) as error:
+                problem = str(error)
+            if problem:
+                problems.append(f"{name} {key.hex()}: {problem}")
+            looked += 1
+            cost += _cost(txn, name, key, value)
+            if looked >= ENTRIES_A_PAGE or cost >= SHARDS_A_PAGE:
+                return problems, key
+    except CatalogDamaged as error:  # nothing behind it can be relied on
+        problems.append(f"{name}: {error}")
     return problems, None
 
 

@@ -58,14 +58,20 @@ class ReadTxn:
         return self._txn.get(key, db=database)
 
     def _scan(self, database: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """Entries whose key begins with `prefix`, in key order, from `start` on. The database must not change meanwhile."""
+        """Entries whose key begins with `prefix`, in key order, from `start` on. The database must not change meanwhile.
+
+        Raises CatalogDamaged where keys do not ascend: who goes on behind the last one would come by the same ones for ever.
+        """
         with self._txn.cursor(database) as cursor:
-            first = prefix if start is None else start
-            if not (cursor.set_range(first) if first else cursor.first()):
+            last = prefix if start is None else start
+            if not (cursor.set_range(last) if last else cursor.first()):
                 return
             for key, value in cursor:
+                if key < last:
+                    raise _out_of_order(key)
                 if not key.startswith(prefix):
                     return
+                last = key
                 yield key, value
                 if self._ended:
                     raise RuntimeError(self._ended)
@@ -85,8 +91,11 @@ class ReadTxn:
         """The run's checkpoints, by step, from `first_step` on."""
         if first_step >= 1 << 64:
             return
-        for _, value in self._scan(self._db.checkpoints, schema.run_key(run), schema.checkpoint_key(run, first_step)):
-            yield schema.CHECKPOINT.decode(value)
+        for key, value in self._scan(self._db.checkpoints, schema.run_key(run), schema.checkpoint_key(run, first_step)):
+            row = schema.CHECKPOINT.decode(value)
+            if row.run != run or not key.endswith(schema.u64(row.step)):
+                raise CatalogDamaged("a checkpoint's row stands under the key of another", key=key.hex())
+            yield row
 
     def deleting(self) -> list[CheckpointRow]:
         """Checkpoints that are marked for deletion."""
@@ -247,8 +256,8 @@ class ReadTxn:
         """The session's files, shards and packs, or only one writer's, by shard id, from behind the id `after`."""
         if writer is None:
             start = schema.shard_key(ShardKey(session_id, after + 1))
-            for _, value in self._scan(self._db.shards, schema.u64(session_id), start):
-                yield schema.SHARD.decode(value)
+            for key, value in self._scan(self._db.shards, schema.u64(session_id), start):
+                yield _shard_at(key, value)
             return
         start = schema.part_shard_key(session_id, writer, after + 1)
         for key, _ in self._scan(self._db.part_shards, schema.part_key(session_id, writer), start):
@@ -275,7 +284,7 @@ class ReadTxn:
         start = None if after is None else schema.shard_key(after)
         for key, value in self._scan(self._db.shards, start=start):
             if key != start:
-                yield schema.SHARD.decode(value)
+                yield _shard_at(key, value)
 
     def cached(self) -> Iterator[ShardRow]:
         """Every shard that should have a file in the cache. A full scan."""
@@ -287,12 +296,15 @@ class ReadTxn:
         Those of a session that `kept` says yes to are passed over, a part at a time.
         """
         with self._txn.cursor(self._db.evictable) as cursor:
-            there = cursor.first()
+            there, least = cursor.first(), b""
             while there:
-                key = cursor.key()
+                if (key := cursor.key()) < least:
+                    raise _out_of_order(key)
                 shard = schema.shard_of_evictable_key(key)
+                least = key
                 if kept(shard.session_id):
-                    there = cursor.set_range(schema.behind_session_of_evictable_key(key))
+                    least = schema.behind_session_of_evictable_key(key)
+                    there = cursor.set_range(least)
                     continue
                 yield self._indexed_shard(shard, "evictable", key)
                 if self._ended:
@@ -349,6 +361,8 @@ class ReadTxn:
                 if not (key := cursor.key()).startswith(prefix):
                     return
                 entry = PendingCopy(*schema.pending_of_key(key))
+                if entry.order <= order:
+                    raise _out_of_order(key)
                 order = entry.order
                 yield entry
 
@@ -470,3 +484,15 @@ class ReadTxn:
         if data is None:
             raise CatalogDamaged("an index names a row that is not there", index=index, key=key.hex())
         return data
+
+
+def _shard_at(key: bytes, value: bytes) -> ShardRow:
+    """The row of that entry. Pages go on behind a row's own number, so another key than that would lead round in a circle."""
+    row = schema.SHARD.decode(value)
+    if schema.shard_key(row.key) != key:
+        raise CatalogDamaged("a shard's row stands under the key of another", key=key.hex())
+    return row
+
+
+def _out_of_order(key: bytes) -> CatalogDamaged:
+    return CatalogDamaged("the keys of a database do not ascend", key=key.hex())
