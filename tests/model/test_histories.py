@@ -6,7 +6,8 @@ import pytest
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.durable import TEMP_PREFIX
-from model.world import World
+from forebay_gateway.core.layout import current_key, manifest_key
+from model.world import RUN, World
 
 pytestmark = pytest.mark.expected_logs()  # of crashes
 DATA, OTHER = b"one" * 1000, b"another"
@@ -113,3 +114,21 @@ async def test_what_a_kill_left_of_a_shard_goes_though_others_go_past_the_cache_
     await world.crash_in(lambda: world.put_small_through(2, 0, pack), hit)
     assert any(TEMP_PREFIX in key for key in world.stores["near"].objects)
     await world.put_small_through(2, 0, {"c": DATA})
+
+
+@pytest.mark.parametrize("first", ["complete", "look"])
+async def test_a_kill_right_behind_the_manifest_leaves_its_checkpoint_pointed_at(world: World, first: str) -> None:
+    for step in (0, 1):
+        for writer in (0, 1):
+            await world.put_through(step, writer, f"a-{writer}", DATA)  # so that a look goes to the tier
+            await world.commit(step, writer)
+        await world.drain("near")
+        if step == 0:
+            hit = await hit_of("complete.after_manifest", lambda: world.complete("near"))
+    await world.crash_in(lambda: world.complete("near"), hit)
+    assert manifest_key(RUN, 1) in world.stores["near"].objects
+    assert current_key(RUN, 1) not in world.stores["near"].links
+    if first == "look":
+        await world.pin(1, True)
+        await world.delete(1)  # refused, once it was looked at everywhere
+    await world.settle()  # and what is on the tiers is looked at behind it

@@ -15,7 +15,14 @@ from forebay_gateway.base.recent import Recent
 from forebay_gateway.base.tasks import uncut
 from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Incomplete, NotFound, Unavailable
-from forebay_gateway.core.layout import CONTROL_DIR, RUNS_DIR, manifest_key, parse_run_key, parse_step_dir
+from forebay_gateway.core.layout import (
+    CONTROL_DIR,
+    RUNS_DIR,
+    current_key,
+    manifest_key,
+    parse_run_key,
+    parse_step_dir,
+)
 from forebay_gateway.core.records import Origin, PartState, PublishState, SessionRow
 from forebay_gateway.paths.evictable import mark_evictable
 from forebay_gateway.paths.node import Node
@@ -32,7 +39,7 @@ from forebay_gateway.paths.wholeness import (
 )
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, what_is_wrong
-from forebay_wire.names import InvalidName, check_run
+from forebay_wire.names import InvalidName, check_run, session8
 from forebay_wire.packs import PackIndex
 
 log = logging.getLogger("forebay.find")
@@ -178,6 +185,9 @@ class Finder:
             await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
         adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
+        if session is not None and manifest.node == self._node.id:  # complete.py may have been cut off behind the manifest
+            with contextlib.suppress(ForebayError):  # it serves people; nobody's read waits for it
+                await self._node.tiers[tier].tier.point(current_key(manifest.run, manifest.step), session8(manifest.session))
         return adopted
 
     async def _drop_stale(self, session: SessionRow, tier: str) -> None:
