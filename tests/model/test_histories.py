@@ -132,3 +132,18 @@ async def test_a_kill_right_behind_the_manifest_leaves_its_checkpoint_pointed_at
         await world.pin(1, True)
         await world.delete(1)  # refused, once it was looked at everywhere
     await world.settle()  # and what is on the tiers is looked at behind it
+
+
+async def test_a_part_that_is_aborted_while_a_shard_is_on_its_way_keeps_it_out_of_the_next_one(world: World) -> None:
+    await world.put(1, 1, "a", DATA)  # so that the session stays
+
+    async def put_and_abort() -> None:
+        await world.put_through(1, 0, "x", DATA, lambda: world.abort(1, 0))
+
+    hit = await hit_of("posix.before_dir_fsync", put_and_abort)
+    await world.tidy()
+    await world.crash_in(put_and_abort, hit)
+    assert any(key.endswith("/x") for key in world.stores["near"].objects)
+    await world.put(1, 0, "b", DATA)
+    await world.tidy()
+    await world.commit(1, 0)

@@ -104,10 +104,12 @@ def version_of(info: ObjectInfo) -> str:
 
 
 def note_passing(txn: WriteTxn, tier: str, passing: Passing) -> None:
-    """Remember it, in the place of what was noted of this shard before."""
+    """Remember it, in the place of what was noted of this shard before; that its part was dropped meanwhile is kept."""
     name = note_name(PASSING, tier, ShardKey(passing.session_id, passing.shard_id))
     txn.keep_id(passing.shard_id)  # else the first shard after a kill has this number, and its note would replace this one
-    txn.set_setting(name, msgspec.msgpack.encode(passing))
+    before = txn.setting(name)
+    dropped = before is not None and _passing.decode(before).dropped
+    txn.set_setting(name, msgspec.msgpack.encode(replace(passing, dropped=dropped)))
 
 
 def landed(txn: WriteTxn, tier: str, passing: Passing, tag: str) -> None:
