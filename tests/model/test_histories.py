@@ -147,3 +147,10 @@ async def test_a_part_that_is_aborted_while_a_shard_is_on_its_way_keeps_it_out_o
     await world.put(1, 0, "b", DATA)
     await world.tidy()
     await world.commit(1, 0)
+
+
+async def test_what_nobody_heard_of_goes_though_the_next_try_breaks_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    await world.put_broken_through(1, 0, "x", 1000, "damaged")
+    await world.tidy()
+    assert not any(key.endswith("/x") for key in world.stores["near"].objects)

@@ -175,7 +175,7 @@ class Tidier:
 
     async def make_way(self, tier: MonitoredTier, key: str) -> None:
         """End all that is noted of one object, which is about to be written anew by whoever has claimed its name: what an
-        earlier try may have made whole is not looked at. Raises what the tier says."""
+        earlier try made whole is no shard any more. Raises what the tier says."""
         if tier.name in self._may_have:
             for name, note in self._noted(tier.name):
                 if note.key == key:
@@ -239,7 +239,11 @@ class Tidier:
         else:
             await tier.tier.sweep(passing.key)
         failpoints.hit("through.tidied")
-        if not passing.whole or is_replaced:
+        if not passing.whole:
+            return
+        if is_replaced:  # perhaps: who is about to write it may fail half-way
+            if passing.version:
+                await self._end_leaving(tier, passing.leaving(passing.version))
             return
         if passing.dropped:
             await self._is_no_shard(tier, passing, "its part was dropped")
