@@ -17,6 +17,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from soak.form import OWN
+
 if TYPE_CHECKING:
     from forebay.demo.seaweedfs import SeaweedFS
 
@@ -37,6 +39,13 @@ _GRACE_S = 3.0
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "expected_logs(*parts): warnings and errors whose message holds a part are meant")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_inherits_the_tests_own_variables() -> Iterator[None]:
+    taken = {name: os.environ.pop(name) for name in OWN if name in os.environ}
+    yield
+    os.environ.update(taken)
 
 
 class ExpectedLogs(logging.Handler):

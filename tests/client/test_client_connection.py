@@ -1,6 +1,5 @@
 """How a client holds its connection: pings that the gateway allows, and no retries but our own."""
 
-import os
 import re
 from concurrent import futures
 from pathlib import Path
@@ -13,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from forebay.connection import CHANNEL_OPTIONS
 from forebay.demo.gateways import GatewayProcess, posix_tier
 from forebay_gateway.build import SERVER_OPTIONS
+from soak.form import SOAK, given
 
 CLIENT, SERVER = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
 ROOT = Path(__file__).parents[2]
-SOAK = "FOREBAY_SOAK" in os.environ
 
 
 def test_a_client_pings_less_often_than_a_gateway_allows() -> None:
@@ -35,7 +34,7 @@ def test_a_quiet_call_with_frequent_pings_lives(tmp_path: Path) -> None:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-    lasts_s = float(os.environ.get("FOREBAY_PING_S", 600))
+    lasts_s = float(given("FOREBAY_PING_S", "600"))
     with (
         GatewayProcess(tmp_path, "a", [posix_tier(tmp_path / "pfs")]) as gateway,
         grpc.insecure_channel(gateway.address, options=options) as channel,

@@ -5,7 +5,6 @@ tries every call with every error at many places; without it about a dozen combi
 """
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,8 +18,8 @@ from crash.disks import DiskBench, Faults
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, TEMP, until
 from forebay import AlreadyExists, CacheFull, CheckpointWriter, Client, ForebayError, Unavailable, Unsupported
 from soak.figures import reported
+from soak.form import SOAK
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 SIZES = {"large": LARGE, "middle": MIDDLE, "empty": 0}
 MANY = {"more": SMALL, "tiny": 1}
 AHEAD = 40  # ids and commit numbers that a run may come to use

@@ -5,7 +5,6 @@ strace makes system calls of a real gateway's movers fail while they drain. FORE
 many places; without it a handful stand for them.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +16,8 @@ from crash.disks import DiskBench, Faults
 from crash.kit import LARGE, MIDDLE, RUN, SMALL, content, until
 from forebay import Client
 from soak.figures import reported
+from soak.form import SOAK
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 SIZES = {"large": LARGE, "middle": MIDDLE, "small": SMALL, "empty": 0}
 READS = "pread64,preadv,preadv2"
 # A mover writes and syncs nothing but what goes to the tier, under names that nobody knows ahead; what it reads back it reads

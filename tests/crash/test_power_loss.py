@@ -6,7 +6,6 @@ kept by the trainers, which outlive the gateway. A tenth of FOREBAY_CRASH_ROUNDS
 power goes, FOREBAY_CRASH_SEED repeats a run's choices.
 """
 
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from crash.kit import LARGE, MIDDLE, RUN, SMALL
 from crash.load import Load
 from forebay import Corrupt, ForebayError, Incomplete
 from soak.figures import reported
-from soak.form import some
+from soak.form import given, some
 
-ROUNDS = max(2, int(os.environ.get("FOREBAY_CRASH_ROUNDS", "0")) // 10)  # of each variant; a round takes long
+ROUNDS = max(2, int(given("FOREBAY_CRASH_ROUNDS", "0")) // 10)  # of each variant; a round takes long
 DISK_BYTES = 320 * MIB  # the least that xfs takes
 VARIANTS = {
     "ext4-tier-elsewhere": ("ext4", False, "auto"),
@@ -70,7 +69,7 @@ def check_promises(bench: DiskBench) -> None:
 @pytest.mark.timeout(120 + 40 * ROUNDS)
 @pytest.mark.parametrize("variant", some([*VARIANTS], "ext4-tier-on-the-same-disk-buffered"))
 def test_power_loss_under_load(tmp_path: Path, stack: ExitStack, variant: str) -> None:
-    seed = int(os.environ.get("FOREBAY_CRASH_SEED", str(random.SystemRandom().randrange(1 << 32))))
+    seed = int(given("FOREBAY_CRASH_SEED", str(random.SystemRandom().randrange(1 << 32))))
     print(f"FOREBAY_CRASH_SEED={seed} rounds={ROUNDS}")
     rng = random.Random(seed)
     kind, same_disk, direct_io = VARIANTS[variant]

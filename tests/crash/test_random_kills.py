@@ -4,7 +4,6 @@ Several threads save, restore and delete while two tiers drain and a small cache
 how often the gateway is killed, FOREBAY_CRASH_SEED repeats a run's choices; the seed is printed.
 """
 
-import os
 import random
 import signal
 import time
@@ -16,13 +15,14 @@ import pytest
 from crash.kit import Bench
 from crash.load import Load
 from soak.figures import reported
+from soak.form import given
 
-ROUNDS = int(os.environ.get("FOREBAY_CRASH_ROUNDS", "3"))
+ROUNDS = int(given("FOREBAY_CRASH_ROUNDS", "3"))
 
 
 @pytest.mark.timeout(120 + 30 * ROUNDS)
 def test_random_kills_under_load(make_bench: Callable[..., Bench]) -> None:
-    seed = int(os.environ.get("FOREBAY_CRASH_SEED", str(random.SystemRandom().randrange(1 << 32))))
+    seed = int(given("FOREBAY_CRASH_SEED", str(random.SystemRandom().randrange(1 << 32))))
     print(f"FOREBAY_CRASH_SEED={seed} FOREBAY_CRASH_ROUNDS={ROUNDS}")
     rng = random.Random(seed)
     bench = make_bench(soft=0.2, capacity="64MiB")

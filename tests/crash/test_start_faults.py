@@ -4,7 +4,6 @@ not; and the next start finds all that was acknowledged.
 FOREBAY_SOAK=1 tries every call with every error at many places; without it a few stand for them.
 """
 
-import os
 import re
 import shutil
 from contextlib import ExitStack
@@ -15,8 +14,8 @@ import pytest
 from crash.disks import DiskBench, need, start_with_faults
 from crash.kit import MIDDLE, RUN, SMALL
 from soak.figures import reported
+from soak.form import SOAK
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 FOOTERS = "pread64,preadv,preadv2"
 SIZES = {"a": MIDDLE, "b": SMALL, "empty": 0}
 # "files" are the sealed shards and parts, which the start has to judge; "all" is every name below the cache.

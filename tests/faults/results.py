@@ -1,12 +1,11 @@
 """Cells tried and cells held, for the table of figures. Written into the folder that FOREBAY_RESULTS names."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
+from soak.form import SOAK, given
 
 _cells: dict[str, dict[str, bool]] = {}
 
@@ -23,7 +22,7 @@ def cell(suite: str, *name: object) -> Iterator[None]:
 
 def write() -> None:
     """A document for each suite, as several processes may run one each; only where a folder is named."""
-    folder = os.environ.get("FOREBAY_RESULTS")
+    folder = given("FOREBAY_RESULTS")
     for suite, cells in sorted(_cells.items()) if folder else ():
         Path(str(folder)).mkdir(parents=True, exist_ok=True)
         broken = sorted(name for name, held in cells.items() if not held)

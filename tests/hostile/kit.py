@@ -6,7 +6,6 @@ FOREBAY_SOAK=1 runs the full numbers; FOREBAY_RESULTS names a folder that gets o
 import asyncio
 import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,8 +19,8 @@ import psutil
 from forebay.connection import CHANNEL_OPTIONS
 from forebay.demo.gateways import GatewayProcess
 from integration.kit import Leftovers
+from soak.form import SOAK, given
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 MIB = 1 << 20
 
 
@@ -33,7 +32,7 @@ def full(number: int) -> int:
 def report(name: str, **figures: Any) -> None:
     """Print the figures, and keep them where they are collected."""
     print(f"{name}: {json.dumps(figures, sort_keys=True)}")
-    if folder := os.environ.get("FOREBAY_RESULTS"):
+    if folder := given("FOREBAY_RESULTS"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}.json").write_text(json.dumps({"soak": SOAK, **figures}, sort_keys=True, indent=2) + "\n")
 

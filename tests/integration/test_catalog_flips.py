@@ -20,10 +20,10 @@ from forebay_gateway.cache.layout import CLEAN
 from forebay_gateway.paths.handover import leave_mark
 from integration.kit import SMALL_CHUNKS, some_bytes
 from soak.figures import reported
-from soak.form import SOAK
+from soak.form import SOAK, given
 
-ROUNDS = int(os.environ.get("FOREBAY_FLIPS", "300")) if SOAK else 0
-SEED = int(os.environ.get("FOREBAY_SEED", "20261202"))
+ROUNDS = int(given("FOREBAY_FLIPS", "300")) if SOAK else 0
+SEED = int(given("FOREBAY_SEED", "20261202"))
 STARTS_MAX = 3  # what a supervisor would try before it gives up
 STANDING = ["value of copies", "value of databases"]  # kinds of places, for the sweep in the short form
 RUNS = {"team/drained": "s1", "team/waiting": "s2", "team/packs": "s3"}
@@ -287,6 +287,6 @@ def test_a_sweep(stored: Stored) -> None:
         except Exception as error:  # one of hundreds
             wrong.append(f"{kind} at {offset}.{bit}: {type(error).__name__} {error}")
             print(wrong[-1], flush=True)
-            if os.environ.get("FOREBAY_KEEP"):
-                shutil.copytree(stored.gateway.cache, Path(os.environ["FOREBAY_KEEP"]) / f"{offset}.{bit}", dirs_exist_ok=True)
+            if given("FOREBAY_KEEP"):
+                shutil.copytree(stored.gateway.cache, Path(given("FOREBAY_KEEP")) / f"{offset}.{bit}", dirs_exist_ok=True)
     assert wrong == []

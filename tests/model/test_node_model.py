@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hostile.kit import SOAK, report
 from model.world import CHUNK, TIERS, WRITERS, World
+from soak.form import given
 
 pytestmark = pytest.mark.expected_logs()  # a crash leaves what recovery must speak of; what it then holds is checked
 
@@ -307,7 +307,7 @@ async def simulate(seed: int, length: int) -> World:
         world.check_stores()
         await world.check_reads()
     except BaseException as error:
-        last = history[-int(os.environ.get("FOREBAY_SIM_TAIL", "12")) :]
+        last = history[-int(given("FOREBAY_SIM_TAIL", "12")) :]
         error.add_note(f"replay with FOREBAY_SIM_SEED={seed}; the last acts:\n  " + "\n  ".join(last))
         raise
     finally:
@@ -319,8 +319,8 @@ async def simulate(seed: int, length: int) -> World:
 def test_simulation() -> None:
     """Seeds that are new each time in a soak; FOREBAY_SIM_SEED replays one."""
     length = 400 if SOAK else 120
-    given = os.environ.get("FOREBAY_SIM_SEED")
-    seeds: Any = [int(given)] if given else ([random.randrange(1 << 32) for _ in range(200)] if SOAK else range(3))
+    one = given("FOREBAY_SIM_SEED")
+    seeds: Any = [int(one)] if one else ([random.randrange(1 << 32) for _ in range(200)] if SOAK else range(3))
     steps = crashes = 0
     for seed in seeds:
         world = asyncio.run(simulate(seed, length))

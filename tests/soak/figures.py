@@ -6,7 +6,6 @@ leaked_uploads. `held` says whether the test did.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import forebay_gateway
+from soak.form import given
 
 SOURCE = Path(forebay_gateway.__file__).parent
 
@@ -27,7 +27,7 @@ def failpoints() -> list[str]:
 def report(name: str, **figures: Any) -> None:
     """Print the figures, and keep them where they are collected."""
     print(f"{name}: {json.dumps(figures, sort_keys=True)}")
-    folder = os.environ.get("FOREBAY_RESULTS")
+    folder = given("FOREBAY_RESULTS")
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}.json").write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")

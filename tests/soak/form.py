@@ -4,7 +4,19 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
-SOAK = os.environ.get("FOREBAY_SOAK") == "1"
+# What only the tests read. Processes that a test starts do not inherit these: a gateway says of each that it is not known.
+NAMES = ("SOAK", "RESULTS", "CRASH_ROUNDS", "CRASH_SEED", "FLIPS", "SEED", "KEEP", "PING_S", "SIM_SEED", "SIM_TAIL")
+OWN = tuple(f"FOREBAY_{name}" for name in NAMES)
+GIVEN = {name: value for name in OWN if (value := os.environ.get(name)) is not None}
+
+
+def given(name: str, otherwise: str = "") -> str:
+    """The variable with which the tests were started."""
+    assert name in OWN, name
+    return GIVEN.get(name, otherwise)
+
+
+SOAK = given("FOREBAY_SOAK") == "1"
 
 T = TypeVar("T")
 

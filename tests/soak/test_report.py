@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from soak import form
 from soak.figures import reported
 from soak.report import summary, table
 
@@ -44,7 +45,7 @@ def test_a_document_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_test_that_fails_reports_what_it_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_RESULTS", str(tmp_path))
+    monkeypatch.setitem(form.GIVEN, "FOREBAY_RESULTS", str(tmp_path))
     with pytest.raises(AssertionError), reported("loses", lambda: {"lost_bytes": 7}, crash_rounds=0) as figures:
         figures["crash_rounds"] += 1
         raise AssertionError
