@@ -191,6 +191,32 @@ async def test_a_full_disk_shows_before_a_commit_and_passes(tmp_path: Path, monk
         assert isinstance(result, ShardKey)
 
 
+@pytest.mark.parametrize("tiers", [TIERS, (*TIERS, "new")])
+async def test_blocks_that_cannot_be_had_cut_off_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: tuple[str, ...]
+) -> None:
+    """The first transaction of a new catalog, or of a new tier, goes behind what was the file's end when it was opened."""
+
+    def fallocate(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if tiers != TIERS:
+        async with opened(tmp_path / "c"):
+            pass
+        os.truncate(tmp_path / "c" / "data.mdb", used_bytes(tmp_path / "c"))
+    monkeypatch.setattr(storage.os, "posix_fallocate", fallocate)
+    catalog = storage.Storage.open(tmp_path / "c", tiers, "node-1", storage.Limits(8 << 20, 8 << 20, 1 << 20))
+    try:
+        assert os.stat(tmp_path / "c" / "data.mdb").st_size >= catalog.used_bytes()
+    finally:
+        catalog.close()
+
+
+def used_bytes(path: Path) -> int:
+    with contextlib.closing(lmdb.open(str(path), max_dbs=64, readonly=True)) as env:
+        return (env.info()["last_pgno"] + 1) * PAGE
+
+
 async def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()

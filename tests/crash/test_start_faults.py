@@ -20,7 +20,7 @@ FOOTERS = "pread64,preadv,preadv2"
 SIZES = {"a": MIDDLE, "b": SMALL, "empty": 0}
 # "files" are the sealed shards and parts, which the start has to judge; "all" is every name below the cache.
 # Footers and indexes are read with preadv2, documents with read; the third name is opened before anything is judged.
-FEW = (("files", FOOTERS, "EIO", "1+"), ("files", "read", "EIO", "1+"))
+FEW = (("files", FOOTERS, "EIO", "1+"), ("files", "read", "EIO", "1+"), ("all", "fallocate", "ENOSPC", "1"))
 CALLS = (
     FOOTERS,
     "openat",

@@ -240,6 +240,7 @@ class Storage:
         used = self._used_bytes()
         if self.file_bytes - used >= self._limits.reserve:
             return
+        self.file_bytes = os.fstat(self._file).st_size  # LMDB may have written behind what was its end when it was opened
         wanted = min(used + 2 * self._limits.reserve, max(self._limits.max_map_size, self.file_bytes))
         try:
             if wanted > self.file_bytes:
