@@ -182,11 +182,12 @@ class Gateway:
         paths = Paths(writes, small, commits, finder, reads, many, waiter, retention, leases, preemption, through)
         mender = Mender(node, reads)
         care = _care(node, finder, reads, evictor, retention, mender, drains, expiries)
+        retain = self._worker("retain", retention.step, 60.0)
         changing = [
             self._worker("evict", evictor.step, 5.0),
             self._worker("mend", mender.step, 2.0),
             self._worker("announce", Announcer(node).step, 5.0),
-            self._worker("retain", retention.step, 60.0),
+            retain,
         ]
         scrub = self._worker("scrub", care.scrub.step, 60.0)
         care.scrub.on_start(scrub.wake)
@@ -202,6 +203,7 @@ class Gateway:
         ]
         for tier in node.tiers.values():
             tier.on_return(mender.retry_now)
+            tier.on_return(retain.wake)  # deletions that a stop cut off go on as soon as a start finds the tier
         node.on_disk_return.append(mender.retry_now)
         for worker in changing:
             node.changes.listen(worker.wake)

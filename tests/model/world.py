@@ -108,6 +108,8 @@ class Model:
     parts: dict[Name, dict[str, bytes]] = field(default_factory=dict)
     committed: set[Name] = field(default_factory=set)
     pinned: set[int] = field(default_factory=set)
+    # Its last part was aborted since. A tier keeps the word for other nodes, and gives it back to whoever saves the step again.
+    once_pinned: set[int] = field(default_factory=set)
     # Where a shard is that never came into the cache; and what was tried so and not acknowledged: it may turn up in its part
     # later, as a sealed file would that a crash left without its row.
     through: dict[Name, dict[str, str]] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Model:
             {key: dict(shards) for key, shards in self.parts.items()},
             set(self.committed),
             set(self.pinned),
+            set(self.once_pinned),
             {key: dict(tiers) for key, tiers in self.through.items()},
             {key: {name: set(tries) for name, tries in tried.items()} for key, tried in self.tried.items()},
         )
@@ -289,7 +292,7 @@ class World:
 
     def _as_found(self, before: Model, after: Model) -> Model:
         """Of what the interrupted act changes, what the disk says; of all else, what was promised."""
-        found = Model(pinned=set(before.pinned | after.pinned))
+        found = Model(pinned=before.pinned | after.pinned, once_pinned=before.once_pinned | after.once_pinned)
         with self.paths.node.catalog.read() as txn:
             for key in before.parts.keys() | after.parts.keys():
                 step, writer = key
@@ -574,8 +577,9 @@ class World:
         else:
             assert not committed
             assert dropped == len(self.model.drop((step, writer)))
-            if not any(key[0] == step for key in self.model.parts):
+            if step in self.model.pinned and not any(key[0] == step for key in self.model.parts):
                 self.model.pinned.discard(step)  # nothing is left to pin
+                self.model.once_pinned.add(step)
 
     async def pin(self, step: int, pinned: bool) -> None:
         known = any(key[0] == step for key in self.model.parts)
@@ -584,6 +588,7 @@ class World:
         except (NotFound, Unavailable):
             assert not known
         else:
+            self.model.once_pinned.discard(step)
             (self.model.pinned.add if pinned else self.model.pinned.discard)(step)
 
     async def delete(self, step: int) -> None:
@@ -592,7 +597,7 @@ class World:
         try:
             await self.paths.retention.delete(RUN, step, force=True, dry_run=False)
         except ForebayError as error:
-            assert not known or step in self.model.pinned, error
+            assert not known or step in self.model.pinned | self.model.once_pinned, error
         else:
             assert step not in self.model.pinned
             self.model.forget(step)
