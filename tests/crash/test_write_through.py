@@ -11,6 +11,7 @@ from crash.kit import LARGE, MIDDLE, NODE, RUN, SESSION, SMALL, Bench, Job, cont
 from forebay import ForebayError, Unavailable
 from forebay.demo.gateways import GatewayProcess, posix_tier, s3_tier
 from soak.figures import died
+from soak.form import some
 
 SIZES = {"weights/a.bin": LARGE, "b": MIDDLE, "c": SMALL, "d": SMALL - 1, "empty": 0}
 TINY = {f"t/{n:02}": 30 * n for n in range(70)}  # a pack
@@ -19,7 +20,15 @@ FAULTS = ";".join(f"{name}=all*error:EIO" for name in ("create.before_open", "ca
 KILLS = ["through.noted", "through.before_publish", "through.published", "through.done"]
 
 
-@pytest.fixture(params=["pfs", "object"])
+WAYS = ["pfs", "object"]
+# Each moment on one of the ways, and each way, in the short form; the model's histories go through all of them there.
+KILLED = some([(way, kill) for kill in KILLS for way in WAYS], *zip(WAYS * 2, KILLS, strict=True))
+TIDIED = some(
+    [(way, kill) for kill in KILLS[:2] for way in WAYS], ("object", "through.noted"), ("pfs", "through.before_publish")
+)
+
+
+@pytest.fixture(params=WAYS)
 def first(request: pytest.FixtureRequest) -> str:
     """The tier that shards go through to: a temporary file and a rename, or uploads in parts."""
     return str(request.param)
@@ -93,7 +102,7 @@ def save_unsized(bench: Bench, step: int) -> None:
         bench.commit(part)
 
 
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize(("first", "kill"), KILLED, indirect=["first"])
 def test_a_kill_on_the_way_leaves_nothing(bench: Bench, first: str, kill: str) -> None:
     start_failing(bench, first, kill)
     job = Job(lambda: save_and_wait(bench, first))
@@ -117,7 +126,7 @@ def test_a_kill_and_a_start_on_a_disk_that_still_fails(bench: Bench, first: str)
     bench.check_settled({1})
 
 
-@pytest.mark.parametrize("kill", ["through.noted", "through.before_publish"])
+@pytest.mark.parametrize(("first", "kill"), TIDIED, indirect=["first"])
 def test_a_kill_while_what_a_kill_has_left_is_tidied(bench: Bench, first: str, kill: str) -> None:
     start_failing(bench, first, kill)
     with bench.client(retry_s=0.0) as client, contextlib.suppress(ForebayError):

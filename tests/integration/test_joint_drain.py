@@ -14,6 +14,7 @@ from forebay.demo.gateways import GatewayProcess, posix_tier
 from integration.conftest import Bucket, MakeGateway
 from integration.kit import eventually, files_below
 from soak.figures import died
+from soak.form import some
 
 RUN = "team/wide"
 EVERY_2 = f'[[policy]]\nrun = "{RUN}"\nevery = 2\n'
@@ -120,7 +121,7 @@ def test_a_kill_of_who_decides_around_its_word_makes_no_half(make: MakeGateway, 
     died(f"{point}-{goes}", point)
 
 
-@pytest.mark.parametrize("point", LEAVINGS)
+@pytest.mark.parametrize("point", some(LEAVINGS, LEAVINGS[0]))
 def test_a_kill_while_what_was_left_out_goes_again_leaves_nothing(make: MakeGateway, root: Path, point: str) -> None:
     with two(make, [posix_tier(root)], others="") as (a, b):
         save(a, 1, 0)
