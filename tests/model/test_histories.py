@@ -1,5 +1,6 @@
 """Histories that the model has found, each with what must come of it. The world's own checks look at everything else."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -154,3 +155,28 @@ async def test_what_nobody_heard_of_goes_though_the_next_try_breaks_off(world: W
     await world.put_broken_through(1, 0, "x", 1000, "damaged")
     await world.tidy()
     assert not any(key.endswith("/x") for key in world.stores["near"].objects)
+
+
+async def test_a_try_that_comes_while_an_earlier_one_is_looked_at_begins_behind_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is left of the earlier one would be deleted under the name of the later one."""
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    node, near = world.paths.node, world.paths.node.tiers["near"].tier
+    settled, tries = near.settle, list[asyncio.Task[None]]()
+
+    async def nothing_is_noted() -> None:
+        with node.catalog.read() as txn:
+            assert [name for name, _ in txn.settings() if name.startswith("leaving:")] == []
+
+    async def settle(key: str) -> None:
+        if not tries:
+            tries.append(asyncio.create_task(world.put_through(1, 0, "x", OTHER, nothing_is_noted)))
+            while not any(writer == 0 for writer in world.paths.writes._receiving.values()):
+                await asyncio.sleep(0.001)
+        await settled(key)
+
+    monkeypatch.setattr(near, "settle", settle)
+    await world.paths.through.tidier.step()
+    await tries[0]
+    assert world.model.parts[1, 0] == {"x": OTHER}

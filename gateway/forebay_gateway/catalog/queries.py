@@ -304,7 +304,7 @@ class ReadTxn:
                 least = key
                 if kept(shard.session_id):
                     least = schema.behind_session_of_evictable_key(key)
-                    there = cursor.set_range(least)
+                    there = cursor.set_range(least) if least > key else cursor.next()
                     continue
                 yield self._indexed_shard(shard, "evictable", key)
                 if self._ended:

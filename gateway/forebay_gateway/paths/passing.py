@@ -176,10 +176,14 @@ class Tidier:
     async def make_way(self, tier: MonitoredTier, key: str) -> None:
         """End all that is noted of one object, which is about to be written anew by whoever has claimed its name: what an
         earlier try made whole is no shard any more. Raises what the tier says."""
-        if tier.name in self._may_have:
-            for name, note in self._noted(tier.name):
-                if note.key == key:
-                    await self._end(tier, name, note, is_replaced=True)
+        if tier.name not in self._may_have:
+            return
+        ended: set[str] = set()
+        # One that it waited for may have become another meanwhile: that it is to be deleted.
+        while found := [each for each in self._noted(tier.name) if each[1].key == key and each[0] not in ended]:
+            for name, note in found:
+                ended.add(name)
+                await self._end(tier, name, note, is_replaced=True)
 
     async def tidy(self, tier: MonitoredTier) -> None:
         """End all that is noted of the tier and not under way. Raises what the tier says."""
@@ -197,10 +201,11 @@ class Tidier:
                 return  # ended by another
             try:
                 if isinstance(note, Leaving):
-                    if not await self._end_leaving(tier, note):
-                        return  # looked at again
+                    is_ended = await self._end_leaving(tier, note, is_claimed=is_replaced)
                 else:
-                    await self._end_passing(tier, note, is_replaced)
+                    is_ended = await self._end_passing(tier, note, is_replaced)
+                if not is_ended:
+                    return  # looked at again
             except (PermissionDenied, *OF_ONE_OBJECT) as error:
                 log.info("something that is no shard stays on a tier tier=%s note=%s reason=%s", tier.name, name, error)
             await self.forget(name)
@@ -232,22 +237,25 @@ class Tidier:
         """The note goes."""
         await self._node.catalog.write(lambda txn: txn.set_setting(name, None))
 
-    async def _end_passing(self, tier: MonitoredTier, passing: Passing, is_replaced: bool) -> None:
-        """Nothing half is left; what is whole is a shard of its part, as a sealed file without a row would be."""
+    async def _end_passing(self, tier: MonitoredTier, passing: Passing, is_replaced: bool) -> bool:
+        """Nothing half is left; what is whole is a shard of its part, as a sealed file without a row would be. Returns whether
+        nothing is left to be done about it."""
+        if not is_replaced and passing.name in self._writes.under_way(passing.session_id):
+            return False  # by the next try, which must not lose what it has begun there
         if passing.upload_id:
             await tier.tier.abort_upload(passing.key, passing.upload_id)
         else:
             await tier.tier.sweep(passing.key)
         failpoints.hit("through.tidied")
         if not passing.whole:
-            return
+            return True
         if is_replaced:  # perhaps: who is about to write it may fail half-way
-            if passing.version:
-                await self._end_leaving(tier, passing.leaving(passing.version))
-            return
+            return bool(passing.version) and await self._end_leaving(tier, passing.leaving(passing.version), is_claimed=True)
         if passing.dropped:
             await self._is_no_shard(tier, passing, "its part was dropped")
-            return
+            return True
+        if not passing.version and self._tag_of_name(tier.name, passing.leaving("")) is not None:
+            return True  # the next try came there
         crcs = tuple(unpack_chunk_crcs(passing.chunks))
         try:
             await tier.tier.verify(passing.key, Checksums(passing.size, passing.chunk_size, passing.crc32c, crcs))
@@ -257,15 +265,24 @@ class Tidier:
             log.info(
                 "a shard that was on its way to a tier is not there tier=%s key=%s reason=%s", tier.name, passing.key, error
             )
-            return
-        ref = PartRef("", 0, "", passing.writer, passing.writer + 1)
-        try:
-            with self._writes.claim(passing.session_id, ref, passing.name):  # nobody may bring it once more meanwhile
+            return True
+        if (claim := self._claimed(passing.session_id, passing.writer, passing.name)) is None:
+            return False
+        with claim:  # nobody may bring it once more meanwhile
+            try:
                 await self._node.catalog.write(partial(_landed_late, tier.name, passing, version))
-        except (NotFound, AlreadyExists, Unavailable) as error:
-            await self._is_no_shard(tier, passing, str(error))
-        else:
-            self._node.changes.tell(passing.session_id)
+            except (NotFound, AlreadyExists, Unavailable) as error:
+                await self._is_no_shard(tier, passing, str(error))
+            else:
+                self._node.changes.tell(passing.session_id)
+        return True
+
+    def _claimed(self, session_id: int, writer: int, name: str) -> contextlib.ExitStack | None:
+        """The right to bring a shard of this name, to be given back; None while another has it."""
+        try:
+            return self._writes.claim(session_id, PartRef("", 0, "", writer, writer + 1), name)
+        except (AlreadyExists, Unavailable):
+            return None
 
     async def _is_no_shard(self, tier: MonitoredTier, passing: Passing, reason: str) -> None:
         """It may have its name there. Where its version is known it is to be deleted; else nobody can tell whose the object is:
@@ -275,23 +292,32 @@ class Tidier:
         else:
             log.info("an object without a shard stays tier=%s key=%s reason=%s", tier.name, passing.key, reason)
 
-    async def _end_leaving(self, tier: MonitoredTier, gone: Leaving) -> bool:
+    async def _end_leaving(self, tier: MonitoredTier, gone: Leaving, *, is_claimed: bool = False) -> bool:
         """Whether nothing is left to be done about it. While the catalog has another shard of its name it waits: that one
-        replaces it there, or goes."""
+        replaces it there, or goes. `is_claimed`: by whoever asks."""
+        if (tag := self._tag_of_name(tier.name, gone)) is not None:
+            return bool(tag)  # it had landed, or the other one did
         try:
-            if version_of(await tier.tier.head(gone.key)) != gone.version:
-                return True
-            if (tag := self._tag_of_name(tier.name, gone)) is not None:
-                return tag == gone.version  # it had landed
-            if await self._is_vouched_for(tier, gone):
+            if version_of(await tier.tier.head(gone.key)) != gone.version or await self._is_vouched_for(tier, gone):
                 return True
         except NotFound:
             return True
-        if self._tag_of_name(tier.name, gone) is not None:  # put again meanwhile: it may have come there by now
-            return False
-        await tier.tier.delete(gone.key)
+        with contextlib.ExitStack() as held:
+            session_id = self._session_of(gone)
+            if session_id is not None and not is_claimed:
+                if (claim := self._claimed(session_id, gone.writer, gone.name)) is None:
+                    return False
+                held.enter_context(claim)  # nobody puts it while it is being deleted
+            if self._tag_of_name(tier.name, gone) is not None:  # put again meanwhile: it may have come there by now
+                return False
+            await tier.tier.delete(gone.key)
         failpoints.hit("through.left")
         return True
+
+    def _session_of(self, gone: Leaving) -> int | None:
+        with self._node.catalog.read() as txn:
+            session = txn.find_session(gone.run, gone.step, gone.session)
+        return None if session is None else session.id
 
     def _tag_of_name(self, tier: str, gone: Leaving) -> str | None:
         """Which version on the tier is the catalog's shard of this name, "" where none is known; None without such a shard."""
