@@ -10,6 +10,7 @@ import pytest
 
 from faults import posix_matrix, shim
 from faults.results import cell
+from soak.form import GIVEN
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, shim_library: Path) -> di
     root = directory / "pfs"
     root.mkdir()
     control = shim.Shim(directory / "control", root)
-    environment = {**os.environ, **control.environment(shim_library)}
+    # The tests' own variables too, which no process inherits: it has to try the same cells, in the long form as well.
+    environment = {**os.environ, **GIVEN, **control.environment(shim_library)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "faults.posix_matrix", str(root), str(control.control)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
