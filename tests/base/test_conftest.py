@@ -57,6 +57,8 @@ def outcomes(directory: Path) -> dict[str, set[str]]:
         str(directory),
         "-p",
         "no:cacheprovider",
+        "-o",
+        f"pythonpath={CONFTEST.parent}",
     ]
     result = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=120, check=False)
     found: dict[str, set[str]] = {}
