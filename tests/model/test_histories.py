@@ -7,7 +7,11 @@ import pytest
 
 from forebay_gateway.base import failpoints
 from forebay_gateway.base.durable import TEMP_PREFIX
+from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.core.layout import current_key, manifest_key
+from forebay_gateway.tiers.base import ObjectInfo
+from forebay_gateway.tiers.stream import Checksums, Publish
+from model.stand_ins import TemporaryThenName
 from model.world import RUN, World
 
 pytestmark = pytest.mark.expected_logs()  # of crashes
@@ -26,6 +30,12 @@ async def world() -> AsyncIterator[World]:
         await world.check_reads()
     finally:
         await world.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """A deadline of the test's own ends what never becomes true."""
+    while not true():
+        await asyncio.sleep(0.001)
 
 
 async def hit_of(point: str, act: Callable[[], Awaitable[None]]) -> int:
@@ -172,11 +182,94 @@ async def test_a_try_that_comes_while_an_earlier_one_is_looked_at_begins_behind_
     async def settle(key: str) -> None:
         if not tries:
             tries.append(asyncio.create_task(world.put_through(1, 0, "x", OTHER, nothing_is_noted)))
-            while not any(writer == 0 for writer in world.paths.writes._receiving.values()):
-                await asyncio.sleep(0.001)
+            await until(lambda: 0 in world.paths.writes._receiving.values())
         await settled(key)
 
     monkeypatch.setattr(near, "settle", settle)
     await world.paths.through.tidier.step()
     await tries[0]
     assert world.model.parts[1, 0] == {"x": OTHER}
+
+
+async def test_a_deletion_waits_for_who_points_at_a_checkpoint(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (0, 1):
+        for writer in (0, 1):
+            await world.put_through(step, writer, f"a-{writer}", DATA)
+            await world.commit(step, writer)
+        await world.drain("near")
+        if step == 0:
+            hit = await hit_of("complete.after_manifest", lambda: world.complete("near"))
+    await world.crash_in(lambda: world.complete("near"), hit)
+    near = world.paths.node.tiers["near"].tier
+    point, deletions = near.point, list[asyncio.Task[None]]()
+
+    async def point_late(key: str, target: str) -> None:
+        if not deletions:
+            deletions.append(asyncio.create_task(world.delete(1)))
+            await until(lambda: deletions[0].done())
+        await point(key, target)
+
+    monkeypatch.setattr(near, "point", point_late)
+    await world.paths.finder.complete(RUN, 1)
+    await deletions[0]
+
+
+@pytest.fixture
+def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an object store, whose objects have no version before they are there."""
+    finish = TemporaryThenName.finish
+
+    async def finish_unknown(stream: TemporaryThenName, proof: Checksums, publish: Publish) -> ObjectInfo:
+        return await finish(stream, proof, lambda info: publish(None))
+
+    monkeypatch.setattr(TemporaryThenName, "finish", finish_unknown)
+
+
+@pytest.mark.usefixtures("without_versions")
+async def test_without_versions_what_nobody_heard_of_is_looked_at_though_the_next_try_breaks_off(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    await world.put_broken_through(1, 0, "x", 1000, "damaged")
+    await world.tidy()
+    assert world.model.parts[1, 0] == {"x": DATA}
+
+
+@pytest.mark.usefixtures("without_versions")
+async def test_without_versions_what_the_next_try_is_at_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store would give up the next one's upload too."""
+    await put_without_an_answer(world, monkeypatch, 1, 0, "x")
+    near, given_up = world.paths.node.tiers["near"].tier, list[str]()
+    abort_upload = near.abort_upload
+
+    async def abort(key: str, upload_id: str) -> None:
+        given_up.append(upload_id)
+        await abort_upload(key, upload_id)
+
+    async def tidy() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(near, "abort_upload", abort)
+            await world.tidy()
+
+    await world.put_through(1, 0, "x", OTHER, tidy)
+    assert given_up == []
+    assert world.model.parts[1, 0] == {"x": OTHER}
+
+
+async def test_nobody_puts_a_name_while_it_is_being_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.put(1, 1, "a", DATA)  # so that the session stays
+    await world.put_through(1, 0, "x", DATA, lambda: world.abort(1, 0))
+    near, refused = world.paths.node.tiers["near"].tier, list[str]()
+    delete = near.delete
+
+    async def delete_late(key: str) -> None:
+        with pytest.raises(Unavailable) as caught:
+            await world.paths.writes.begin(world.part(1, 0), "x", len(OTHER))
+        refused.append(str(caught.value))
+        await delete(key)
+
+    monkeypatch.setattr(near, "delete", delete_late)
+    await world.paths.through.tidier.step()
+    world._sync_open(1, 0)
+    assert len(refused) == 1
+    assert not any(key.endswith("/x") for key in world.stores["near"].objects)

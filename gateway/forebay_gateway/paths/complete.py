@@ -95,23 +95,20 @@ class Completion:
             session = self._unfinished(session_id)
             if session is None:
                 continue
-            # No await since the look: a deletion waits for this entry, or it was marked before and is seen.
-            self._node.publishing.add((self._tier.name, session.id))
-            try:
-                done = await self._advance(session)
-            except AlreadyExists as error:  # another node was faster; who it was is seen at the next look
-                done = False
-                log.info("a manifest changed under way run=%s step=%s error=%s", session.run, session.step, error)
-                self._look_later(session.id)
-            except (Corrupt, InvalidArgument, Unsupported) as error:  # of this checkpoint alone: the others go on
-                done = False
-                await self._cannot(session, str(error))
-            except ForebayError as error:
-                self._hinted.add(session.id)
-                self._tier.failed(error)
-                return WATCH_S_MIN
-            finally:
-                self._node.publishing.discard((self._tier.name, session.id))
+            with self._node.publishes(self._tier.name, session.id):  # no await since the look
+                try:
+                    done = await self._advance(session)
+                except AlreadyExists as error:  # another node was faster; who it was is seen at the next look
+                    done = False
+                    log.info("a manifest changed under way run=%s step=%s error=%s", session.run, session.step, error)
+                    self._look_later(session.id)
+                except (Corrupt, InvalidArgument, Unsupported) as error:  # of this checkpoint alone: the others go on
+                    done = False
+                    await self._cannot(session, str(error))
+                except ForebayError as error:
+                    self._hinted.add(session.id)
+                    self._tier.failed(error)
+                    return WATCH_S_MIN
             if not done:
                 self._next_look_s.setdefault(session.id, self._node.clock.monotonic() + WATCH_S_MAX)
         now_s = self._node.clock.monotonic()

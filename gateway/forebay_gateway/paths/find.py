@@ -183,8 +183,7 @@ class Finder:
         opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
         for some in _batches(manifest.files()):  # whoever waits for an acknowledgement has a turn between
             await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
-        is_own = session is not None and manifest.node == self._node.id
-        if is_own:  # complete.py may have been cut off behind the manifest
+        if session is not None and manifest.node == self._node.id:  # complete.py may have been cut off behind the manifest
             await self._point(opened, tier)
         adopted = await catalog.write(lambda txn: txn.finish_adoption(opened.id, manifest, tier))
         await mark_evictable(self._node, adopted.id)  # where it is our own, and this look was faster than complete.py's
@@ -192,19 +191,12 @@ class Finder:
 
     async def _point(self, session: SessionRow, tier: str) -> None:
         """As complete.py would. It serves people who look into the directory: where the tier refuses it, no read fails."""
-        publishing = (tier, session.id)
-        if publishing in self._node.publishing:
-            return  # by complete.py itself
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(session.run, session.step)
         if row is None or row.deleting:
             return
-        self._node.publishing.add(publishing)  # a deletion waits for it
-        try:
-            with contextlib.suppress(ForebayError):
-                await self._node.tiers[tier].tier.point(current_key(session.run, session.step), session8(session.session))
-        finally:
-            self._node.publishing.discard(publishing)
+        with self._node.publishes(tier, session.id), contextlib.suppress(ForebayError):
+            await self._node.tiers[tier].tier.point(current_key(session.run, session.step), session8(session.session))
 
     async def _drop_stale(self, session: SessionRow, tier: str) -> None:
         """Parts that are open here, of a session that is complete on the tier: their writers went on, and committed, through

@@ -5,6 +5,7 @@ Owns nothing but the wiring's shape; build.py fills it. Events are hints only: w
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -91,7 +92,8 @@ class Node:
     # session: tiers on which the node of its writer 0 leaves nothing of the run out, as that has said.
     unruled: Recent[int, frozenset[str]] = field(default_factory=lambda: Recent(SESSIONS_REMEMBERED_MAX))
     alarms: dict[str, tuple[str, str]] = field(default_factory=dict)  # key: (what, what to do)
-    publishing: set[tuple[str, int]] = field(default_factory=set)  # (tier or FILES, session): its documents are being written
+    # (tier or FILES, session): how many are writing its documents there; a deletion waits for them
+    publishing: Counter[tuple[str, int]] = field(default_factory=Counter)
     releasing: set[tuple[ShardKey, str]] = field(default_factory=set)  # (shard, tier) whose bad copy is being deleted there
     on_complete: list[Callable[[str, str, int], None]] = field(default_factory=list)  # told (tier, run, step) at each manifest
     aside_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
@@ -101,6 +103,18 @@ class Node:
     left_behind: Callable[[], None] = lambda: None  # something landed on a tier, and no row stands for it any more
     on_disk_return: list[Callable[[], None]] = field(default_factory=list)  # told when the cache's disk takes writes again
     to_mend: dict[ShardKey, None] = field(default_factory=dict)  # seen to lack a good copy somewhere, in the order seen
+
+    @contextlib.contextmanager
+    def publishes(self, where: str, session_id: int) -> Iterator[None]:
+        """Meanwhile no deletion of the session takes what is at `where`, a tier or FILES. Enter it without an await behind the
+        look that says that it is not going: a deletion marks it first."""
+        self.publishing[where, session_id] += 1
+        try:
+            yield
+        finally:
+            self.publishing[where, session_id] -= 1
+            if not self.publishing[where, session_id]:
+                del self.publishing[where, session_id]
 
     async def aside(self, size: int, act: Callable[[], T]) -> T:
         """What `act` gives. Where it has much to do, measured by the `size` in bytes of the document that it reads or makes, it

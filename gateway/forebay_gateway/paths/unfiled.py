@@ -46,12 +46,9 @@ class Filer:
         return None
 
     async def _file(self, session_id: int, writer: int) -> None:
-        # A deletion waits for this entry: a file that comes behind it would prove a commit to the next start.
-        self._node.publishing.add((FILES, session_id))
-        try:
+        # A file that comes behind a deletion would prove a commit to the next start.
+        with self._node.publishes(FILES, session_id):
             await self._write(session_id, writer)
-        finally:
-            self._node.publishing.discard((FILES, session_id))
 
     async def _write(self, session_id: int, writer: int) -> None:
         with self._node.catalog.read() as txn:
