@@ -300,3 +300,12 @@ async def test_keys_that_do_not_ascend_end_a_walk(tmp_path: Path) -> None:
                 list(walk(txn))
         told = await problems(catalog)
         assert any(problem.startswith("shards: ") and "do not ascend" in problem for problem in told), told
+
+
+@pytest.mark.timeout(20)
+async def test_a_walk_that_passes_sessions_over_ends_at_the_highest_key_too(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        highest = schema.evictable_key(1, ShardKey(2**64 - 1, 2**64 - 1))
+        await catalog.write(lambda txn: txn._put(txn._db.evictable, highest, b""))
+        with catalog.read() as txn:
+            assert list(txn.evictable(lambda session_id: True)) == []
