@@ -5,7 +5,6 @@ FOREBAY_SOAK=1 runs the full numbers; FOREBAY_RESULTS names a folder that gets o
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +18,8 @@ import psutil
 from forebay.connection import CHANNEL_OPTIONS
 from forebay.demo.gateways import GatewayProcess
 from integration.kit import Leftovers
-from soak.form import SOAK, given
+from soak.figures import report as figures_of
+from soak.form import SOAK
 
 MIB = 1 << 20
 
@@ -31,10 +31,7 @@ def full(number: int) -> int:
 
 def report(name: str, **figures: Any) -> None:
     """Print the figures, and keep them where they are collected."""
-    print(f"{name}: {json.dumps(figures, sort_keys=True)}")
-    if folder := given("FOREBAY_RESULTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.json").write_text(json.dumps({"soak": SOAK, **figures}, sort_keys=True, indent=2) + "\n")
+    figures_of(name, soak=SOAK, **figures)
 
 
 class Wire:
