@@ -73,6 +73,9 @@ async def test_the_sign_of_completeness_waits_for_what_is_under_way(tmp_path: Pa
         with pytest.raises(Unavailable, match="of which 'a' is not on pfs yet"):
             await part.put_many({".metadata": b"x", "b": b"b"})
         await under_way.discard()
+        await until(
+            lambda: not notes(gateway)
+        )  # of 'b', whose name is refused, for a client to try again, while that is deleted
         await part.put_many({".metadata": b"x", "b": b"b"})
         await part.commit(wait="pfs", timeout=30)
 
