@@ -285,6 +285,7 @@ def test_a_sweep(stored: Stored) -> None:
             seen.append((kind, outcome))
             print(f"{kind} at {offset}.{bit}: {outcome}", flush=True)
         except Exception as error:  # one of hundreds
+            Sweep.made += 1
             wrong.append(f"{kind} at {offset}.{bit}: {type(error).__name__} {error}")
             print(wrong[-1], flush=True)
             if given("FOREBAY_KEEP"):
