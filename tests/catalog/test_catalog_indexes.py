@@ -309,3 +309,27 @@ async def test_a_walk_that_passes_sessions_over_ends_at_the_highest_key_too(tmp_
         await catalog.write(lambda txn: txn._put(txn._db.evictable, highest, b""))
         with catalog.read() as txn:
             assert list(txn.evictable(lambda session_id: True)) == []
+
+
+async def test_what_lists_checkpoints_passes_over_an_entry_without_its_row(tmp_path: Path) -> None:
+    """`status` lists them, for people who may want to know anything but that."""
+    async with opened(tmp_path / "c") as catalog:
+        await some_of_everything(catalog)
+        with catalog.read() as txn:
+            before = list(txn.incomplete())
+        assert before
+        await catalog.write(lambda txn: txn._put(txn._db.incomplete, schema.checkpoint_key("no/run", 1), b""))
+        with catalog.read() as txn:
+            assert list(txn.incomplete()) == before
+        assert any(problem.startswith("incomplete ") for problem in await problems(catalog))
+
+
+async def test_a_tier_s_number_that_has_changed_is_damage_to_a_recount(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        keys = await some_of_everything(catalog)
+        with catalog.read() as txn:
+            copy = txn.copy(keys[3], "pfs")
+        assert copy is not None
+        await catalog.write(lambda txn: txn._put(txn._db.copies, schema.copy_key(keys[3], 9), schema.COPY.encode(copy)))
+        with catalog.read() as txn, pytest.raises(CatalogDamaged, match="unknown tier number"):
+            txn.recount()

@@ -141,10 +141,10 @@ class ReadTxn:
         return self._entries(self._db.incomplete)
 
     def incomplete(self) -> Iterator[CheckpointRow]:
-        """The latter, a run's side by side, by step."""
+        """The latter, a run's side by side, by step. An entry without its row is fsck's to tell: no status hangs on it."""
         for key, _ in self._scan(self._db.incomplete):
-            data = self._get(self._db.checkpoints, key)
-            yield schema.CHECKPOINT.decode(self._there(data, "incomplete", key))
+            if (data := self._get(self._db.checkpoints, key)) is not None:
+                yield schema.CHECKPOINT.decode(data)
 
     def cache_only(self) -> list[int]:
         """Ids of sessions that no tier has or is to get, by policy; oldest first."""
@@ -408,7 +408,7 @@ class ReadTxn:
     def recount(self) -> Totals:
         """What totals() should say, from the rows themselves. A full scan, for fsck and tests."""
         used = dirty = shards = 0
-        queued = {number: [0, 0] for _, number in self._tiers.items()}
+        queued = {name: [0, 0] for name, _ in self._tiers.items()}
         for _, value in self._scan(self._db.shards):
             row = schema.SHARD.decode(value)
             shards += 1
@@ -416,9 +416,10 @@ class ReadTxn:
             dirty += row.disk_size if row.state is ShardState.SEALED else 0
             for tier, copy in self._copy_rows(row.key):
                 if copy.state not in OUT_OF_QUEUE:
-                    queued[tier][0] += 1
-                    queued[tier][1] += row.size
-        return Totals(used, dirty, shards, {name: TierTotals(*queued[number]) for name, number in self._tiers.items()})
+                    counts = queued[self._tiers.name(tier)]
+                    counts[0] += 1
+                    counts[1] += row.size
+        return Totals(used, dirty, shards, {name: TierTotals(*counts) for name, counts in queued.items()})
 
     def recount_session(self, session_id: int) -> tuple[SessionSums, dict[str, tuple[int, int, int, int]]]:
         """What session_sums() and, by tier, session_progress() should say, from the rows themselves. Reads them all."""
