@@ -3,8 +3,8 @@
 usage: mutations.py [--list] [--jobs N] [--json FILE] [NAME ...]     (make soak runs all, two at a time)
 
 Each mutation is made in a copy of the tree below the temporary directory; the tests run there against the copy. A mutation that
-its tests let through is a hole in the tests, and the exit code is 1. So it is where the tests fail in a copy that nothing was
-taken out of: what fails anyhow notices nothing.
+its tests let through is a hole in the tests, and the exit code is 1. So it is where its tests cannot run, and where they fail
+in a copy that nothing was taken out of: what fails anyhow notices nothing.
 """
 
 import argparse
@@ -96,8 +96,8 @@ def fail_anyhow(chosen: list[Mutation], directory: Path, jobs: int) -> str:
     return "" if result.returncode == 0 else f"{result.stdout[-4000:]}{result.stderr[-2000:]}"
 
 
-def try_one(mutation: Mutation, directory: Path) -> bool | str:
-    """Whether the tests noticed; what pytest says where they did not run."""
+def try_one(mutation: Mutation, directory: Path) -> tuple[str, str]:
+    """What came of it, and what pytest says where its tests did not run."""
     copy = copy_tree(directory)
     path = copy / mutation.file
     text = path.read_text(encoding="utf-8")
@@ -107,8 +107,8 @@ def try_one(mutation: Mutation, directory: Path) -> bool | str:
     result = run_tests(copy, "-x", *mutation.tests, timeout_s=1200)
     shutil.rmtree(copy, ignore_errors=True)
     if result.returncode not in (0, 1):
-        return f"{result.stdout[-2000:]}{result.stderr[-2000:]}"
-    return result.returncode == 1
+        return "NOT RUN", f"\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+    return "noticed" if result.returncode == 1 else "NOT NOTICED", ""
 
 
 def main() -> int:
@@ -128,10 +128,10 @@ def main() -> int:
         if said := fail_anyhow(chosen, Path(name), arguments.jobs):
             print(f"{said}\ntests fail where nothing was taken out: they prove nothing")
             return 1
-        for mutation, noticed in zip(chosen, pool.map(lambda each: try_one(each, Path(name)), chosen), strict=True):
-            outcome = {True: "noticed", False: "NOT NOTICED"}.get(noticed, f"NOT RUN\n{noticed}")
-            print(f"{outcome:12} {mutation.name}", flush=True)
-            if noticed is not True:
+        tried = pool.map(lambda each: try_one(each, Path(name)), chosen)
+        for mutation, (outcome, said) in zip(chosen, tried, strict=True):
+            print(f"{outcome:12} {mutation.name}{said}", flush=True)
+            if outcome != "noticed":
                 survived.append(mutation.name)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"mutations": len(chosen), "survived": survived}, indent=2))

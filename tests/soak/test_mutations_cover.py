@@ -31,6 +31,7 @@ def test_names_are_distinct() -> None:
         ("assert 'sync' in text", 0, "1 of 1 noticed"),
         ("assert 'write' in text", 1, "NOT NOTICED"),
         ("assert 'flush' in text", 1, "prove nothing"),  # fails with the safeguard, too
+        ("'sync' in text or __import__('pytest').exit('cannot go on')", 1, "NOT RUN      a sync\n"),
     ],
 )
 def test_what_is_noticed(
