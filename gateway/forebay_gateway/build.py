@@ -19,7 +19,7 @@ from forebay_gateway.base.clock import Clock, SystemClock
 from forebay_gateway.base.metrics import LoopLag
 from forebay_gateway.base.tasks import Crew, Worker, uncut_ended, uncut_left
 from forebay_gateway.cache.io import IoPool
-from forebay_gateway.catalog import CatalogDamaged, is_damage
+from forebay_gateway.catalog import Catalog, is_damage
 from forebay_gateway.core.config_sections import Config, TierConfig
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.movers.jobs import Setup
@@ -30,7 +30,14 @@ from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
 from forebay_gateway.paths.care.mend import Mender
 from forebay_gateway.paths.care.quarantine import Quarantine
-from forebay_gateway.paths.care.rebuild import note_damage, open_catalog, rebuild_ended, tell
+from forebay_gateway.paths.care.rebuild import (
+    damage_met,
+    is_of_the_catalog,
+    note_damage,
+    open_catalog,
+    rebuild_ended,
+    tell,
+)
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.care.scrub import Scrubber
 from forebay_gateway.paths.care.space import Space
@@ -132,26 +139,27 @@ class Gateway:
         """Open, recover, serve. Raises StartupError with what to do; nothing stays open then. `read_again` gives what the
         configuration file says by then."""
         clock = clock or SystemClock()
-        catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         while True:
-            node = await open_node(config, source, clock, catalog_failed)
-            gateway = cls(node, source, catalog_failed, read_again)
+            catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+            gateway: Gateway | None = None
             try:
+                node = await open_node(config, source, clock, catalog_failed)
+                gateway = cls(node, source, catalog_failed, read_again)
+                node.catalog.on_damage(partial(damage_met, node))
                 unchecked = await recover(node)
                 if node.rebuilt:
                     await asyncio.to_thread(rebuild_ended, node.cache.path)
                 gateway._wire(unchecked)
                 await gateway._listen()
-            except CatalogDamaged as error:  # what opening it did not show; the next round takes it for damaged
-                await gateway.stop(0.0)
-                await asyncio.to_thread(note_damage, node.cache.path, error)
-                if node.rebuilt:
-                    raise
-            except BaseException:
-                await gateway.stop(0.0)
-                raise
-            else:
                 return gateway
+            except BaseException as error:
+                if gateway is not None:
+                    await gateway.stop(0.0)
+                if gateway is not None and gateway.node.rebuilt:
+                    raise
+                cause = catalog_failed.result() if catalog_failed.done() else error
+                if not await is_of_the_catalog(cause, Path(config.cache.path), _names(config), config.node.id):
+                    raise  # else the next round takes it for damaged
 
     def _wire(self, unchecked: set[int]) -> None:
         """Paths, workers, services."""
@@ -395,8 +403,9 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     cache, capacity = await asyncio.to_thread(open_cache, config)
     cache.direct_io = cache.direct_io and config.cache.direct_io == "auto"
     io = IoPool.within(BUFFERS_BYTES, config.cache.chunk_size)
+    names = _names(config)
+    catalog: Catalog | None = None
     try:
-        names = [tier.name for tier in config.tiers]
         mark = await asyncio.to_thread(found_mark, cache.path)
         catalog, rebuilt = await open_catalog(cache, names, config.node.id, config.cache.rebuild, source, failed)
         await restore_settings(cache, catalog)
@@ -405,6 +414,8 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
             held = {name for name in names if txn.setting(held_setting(name))}
             roots = {tier.name: txn.setting(root_setting(tier)) for tier in config.tiers}
     except BaseException:
+        if catalog is not None:
+            await catalog.close()
         io.close()
         cache.release()
         raise
@@ -434,6 +445,10 @@ async def open_node(config: Config, source: str, clock: Clock, catalog_failed: "
     )
     tell(node, rebuilt)
     return node
+
+
+def _names(config: Config) -> list[str]:
+    return [tier.name for tier in config.tiers]
 
 
 def root_setting(tier: TierConfig) -> str:

@@ -5,7 +5,7 @@ Owns opening the node's parts for one command, under the cache's lock, and closi
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.base.logs import setup_logging
 from forebay_gateway.build import Gateway, open_node
 from forebay_gateway.cache.layout import CATALOG, CacheDir, FoundFile
-from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems
+from forebay_gateway.catalog import CatalogDamaged
 from forebay_gateway.catalog.trial import trial
 from forebay_gateway.core.config_sections import Config
-from forebay_gateway.core.errors import ForebayError, InvalidArgument, StartupError
+from forebay_gateway.core.errors import InvalidArgument, StartupError
 from forebay_gateway.paths.care.finding import Finding
 from forebay_gateway.paths.care.fsck import Checker
 from forebay_gateway.paths.care.gc import Collector
@@ -27,11 +27,11 @@ from forebay_gateway.paths.care.rebuild import (
     CUT_OFF,
     adopt_from_tiers,
     damage_note,
-    is_being_rebuilt,
     last_aside,
     rebuild_ended,
     refuse_newer,
     set_aside,
+    whole_look,
 )
 from forebay_gateway.paths.commit import CommitPath
 from forebay_gateway.paths.evict import Evictor
@@ -142,7 +142,8 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun:
     path = Path(config.cache.path)
     cache = CacheDir.open(path, config.node.id)
     try:
-        found = Rebuild(await _damage(path, config), *_count(list(cache.scan())))
+        names = [tier.name for tier in config.tiers]
+        found = Rebuild(await whole_look(path, names, config.node.id), *_count(list(cache.scan())))
         if not apply:
             return found
         if not found.damage and not force:
@@ -165,30 +166,6 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun:
         away = tuple(tier.name for tier in node.unreachable_tiers())
         await asyncio.to_thread(rebuild_ended, path)
     return Rebuild(found.damage, found.sealed_files, found.part_files, True, aside, checkpoints, on_tiers, away, marks.sentence)
-
-
-async def _damage(path: Path, config: Config) -> str:
-    """Why the catalog cannot be used; every row is read, and compared with what hangs on it."""
-    if why := await asyncio.to_thread(damage_note, path) or await trial(path / CATALOG):
-        return why
-    try:
-        catalog = await Catalog.open(path / CATALOG, tiers=[tier.name for tier in config.tiers], node=config.node.id)
-    except CatalogDamaged as error:
-        return str(error)
-    try:
-        with catalog.read() as txn:
-            for row in txn.all_shards():
-                txn.copies(row.key)
-                list(txn.inside(row))
-            list(txn.sessions())
-        async with aclosing(index_problems(catalog)) as problems:
-            async for problem in problems:
-                return f"it contradicts itself: {problem}"
-    except ForebayError as error:
-        return str(error)
-    finally:
-        await catalog.close()
-    return CUT_OFF if await asyncio.to_thread(is_being_rebuilt, path) else ""
 
 
 def _count(files: list[FoundFile]) -> tuple[int, int]:

@@ -213,20 +213,16 @@ def test_a_rebuild_finds_what_the_cache_no_longer_has(gateway: GatewayProcess, j
     eventually(lambda: gateway.cli("fsck", check=False), lambda result: result.returncode == 0)
 
 
-def another_name(gateway: GatewayProcess) -> None:
-    """One letter of a shard's name in every copy of its row that the file holds: it still decodes, and is nobody's name."""
-    data = data_file(gateway).read_bytes()
-    at = data.find(NAME.encode())
-    assert at > 0
-    while at > 0:
-        flip_byte(data_file(gateway), at + len(NAME) - 1)
-        at = data.find(NAME.encode(), at + 1)
+def another_key(gateway: GatewayProcess) -> None:
+    """One bit at the end of the key under which a shard's name stands: the keys are still in order, and nobody finds it."""
+    at, length = places(data_file(gateway))["key of names"][0]
+    flip_bit(data_file(gateway), at + length - 1, 3)
 
 
-def test_a_row_that_is_wrong_and_still_decodes_is_found_and_mended_by_a_rebuild(
+def test_an_index_that_is_wrong_and_still_decodes_is_found_and_mended_by_a_rebuild(
     gateway: GatewayProcess, job: Job, tmp_path: Path
 ) -> None:
-    another_name(gateway)
+    another_key(gateway)
     assert "index" in {entry["kind"] for entry in offline_fsck(gateway)}
     dry = json.loads(gateway.cli("rebuild", "--config", str(gateway.config), "--json").stdout)
     assert "contradicts itself" in dry["damage"]
@@ -242,3 +238,22 @@ def test_a_row_that_is_wrong_and_still_decodes_is_found_and_mended_by_a_rebuild(
     eventually(lambda: gateway.cli("fsck", "--deep", check=False), lambda result: result.returncode == 0)
     job.wait(gateway)
     job.assert_restores(gateway, tmp_path / "restored", source="cache")
+
+
+def test_a_row_that_is_not_as_it_was_written_is_met_by_a_call_told_and_mended_by_the_next_start(
+    gateway: GatewayProcess, job: Job, tmp_path: Path
+) -> None:
+    """What nothing else knows: a letter of the metadata in a part's row."""
+    at, length = places(data_file(gateway))["value of parts"][0]
+    letter = data_file(gateway).read_bytes()[at : at + length].index(b"epoch")
+    flip_bit(data_file(gateway), at + letter, 1)
+    gateway.start()
+    with forebay.Client(gateway.address, retry_timeout=2.0) as client, pytest.raises(forebay.ForebayError, match="checksum"):
+        client.describe(job.run, job.step)
+    alarms = [alarm["what"] for alarm in gateway.status()["alarms"] if "the catalog is damaged" in alarm["what"]]
+    assert len(alarms) == 1 and assert_clear_line(alarms[0]) is None
+    eventually(lambda: (gateway.cache / "catalog" / "suspect").exists(), bool)
+    gateway.terminate()
+    gateway.start()
+    job.assert_restores(gateway, tmp_path / "restored", source="cache")
+    assert gateway.cli("fsck", "--deep").returncode == 0

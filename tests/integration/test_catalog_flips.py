@@ -288,6 +288,8 @@ def test_a_sweep(stored: Stored) -> None:
             Sweep.made += 1
             wrong.append(f"{kind} at {offset}.{bit}: {type(error).__name__} {error}")
             print(wrong[-1], flush=True)
-            if given("FOREBAY_KEEP"):
-                shutil.copytree(stored.gateway.cache, Path(given("FOREBAY_KEEP")) / f"{offset}.{bit}", dirs_exist_ok=True)
+            if given("FOREBAY_KEEP"):  # what there was before the flip, and what the gateway said since
+                kept = Path(given("FOREBAY_KEEP")) / f"{offset}.{bit}"
+                shutil.copytree(stored.directory / "kept", kept, symlinks=True)
+                shutil.copy2(stored.gateway.log, kept)
     assert wrong == []

@@ -235,6 +235,7 @@ async def test_what_a_row_counts_for_its_file_is_found_and_mended(parts: Parts) 
     assert parts.row(kept).is_cached
 
 
+@pytest.mark.expected_logs("stands under the key of another")
 async def test_rows_that_lead_round_in_a_circle_end_a_check(parts: Parts) -> None:
     first, last = parts.rows()[0], parts.rows()[-1]
     misplaced = schema.shard_key(ShardKey(last.session_id, last.shard_id + 1000))

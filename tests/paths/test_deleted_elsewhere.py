@@ -18,7 +18,6 @@ from forebay_gateway.paths.care.mend import Mender
 from forebay_gateway.paths.care.repair import Repairer
 from forebay_gateway.paths.evict import Evictor
 from forebay_gateway.paths.view import CheckpointView, view
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.memory import MemoryStore
 from paths.nodes_kit import Here, below
@@ -50,7 +49,7 @@ class Pair:
     def sessions(self) -> list[SessionRow]:
         """Those of b."""
         with self.b.node.catalog.read() as txn:
-            return [session for row in txn.checkpoints("r") for session in sessions_of(txn, row)]
+            return [session for row in txn.checkpoints("r") for session in txn.sessions_of(row)]
 
     def seen(self, step: int) -> CheckpointView | None:
         with self.b.node.catalog.read() as txn:

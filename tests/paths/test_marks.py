@@ -41,7 +41,7 @@ async def save(directory: Path, *steps: int) -> None:
             await client.wait("run", step, "pfs", timeout=30)
 
 
-@pytest.mark.expected_logs("the catalog is rebuilt", "marks of checkpoints")
+@pytest.mark.expected_logs("the catalog is rebuilt", "pinned checkpoints are no longer here")
 async def test_a_rebuild_sets_them_again(tmp_path: Path) -> None:
     (tmp_path / "pfs").mkdir()
     await save(tmp_path, 1, 2, 3)
@@ -61,14 +61,22 @@ async def test_a_rebuild_sets_them_again(tmp_path: Path) -> None:
         assert "marks" not in gateway.node.alarms
         await client.unpin("run", 1)
         await client.pin("run", 3)
-    # The pinned step is not in the cache any more: its mark cannot be set, and that is said.
+    # The pinned step is not in the cache any more: that is said, and its pin comes back with it.
     for path in (tmp_path / "cache-a" / "data").iterdir():
         shutil.rmtree(path)
     shutil.rmtree(tmp_path / "cache-a" / "catalog")
     (tmp_path / "cache-a" / "catalog").mkdir()
     (tmp_path / "cache-a" / "catalog" / "owner").write_text("a\n")
-    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway:
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
         assert "run/3" in gateway.node.alarms["marks"][0]
+        await client.pin("run", 1)  # what changes meanwhile leaves it in the document
+        await client.unpin("run", 1)
+        assert read_marks(tmp_path / "cache-a").pins == (Pin("run", 3),)  # type: ignore[union-attr]
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        await until(lambda: bool(gateway.node.usable_tiers()))
+        assert {each.step: each.pinned for each in await client.checkpoints("run")} == {1: False, 2: False, 3: True}
+        await client.unpin("run", 3)
+        assert read_marks(tmp_path / "cache-a").pins == ()  # type: ignore[union-attr]
 
 
 def read(gateway: object) -> list[tuple[str, bytes]]:

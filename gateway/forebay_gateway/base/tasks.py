@@ -52,6 +52,14 @@ async def uncut(act: Coroutine[Any, Any, T], *, stay: bool = False) -> T:
         raise
 
 
+def unheard(act: Coroutine[Any, Any, Any]) -> None:
+    """Run `act` to its end, as uncut() does, for nobody who waits; what it raises is logged. On the event loop."""
+    task = asyncio.ensure_future(act)
+    _uncut.add(task)
+    task.add_done_callback(_uncut.discard)
+    task.add_done_callback(_unheard)
+
+
 async def uncut_ended(timeout_s: float) -> None:
     """Until every act under way on this loop has come to its end, at most `timeout_s`: before what they stand on is closed."""
     loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ from forebay_gateway.catalog import schema
 from forebay_gateway.catalog.mutations import WriteTxn
 from forebay_gateway.catalog.queries import ReadTxn
 from forebay_gateway.catalog.rows import RisingNumber
-from forebay_gateway.catalog.schema import Transaction
+from forebay_gateway.catalog.schema import CatalogDamaged, Transaction
 from forebay_gateway.catalog.storage import Limits, Storage, as_damage
 from forebay_gateway.core.errors import CacheFull, DiskFull, Unavailable
 
@@ -161,6 +161,10 @@ class Catalog:
     def raise_ids(self, floor: int) -> None:
         """Never give an id up to `floor`: a file bears it."""
         self._ids.raise_to(floor)
+
+    def on_damage(self, listener: Callable[[CatalogDamaged], None]) -> None:
+        """Call `listener` on the event loop with what is wrong, whenever a read or an act meets it."""
+        self._storage.on_damage = lambda error: self._tell(listener, error)
 
     # Writing: the event loop's side.
 
@@ -314,6 +318,8 @@ class Catalog:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to the caller, whatever it is
             job.error = as_damage(error) or error
+            if isinstance(job.error, CatalogDamaged):
+                self._storage.on_damage(job.error)
 
     def _refuse(self, jobs: Sequence[_Job], error: Unavailable | CacheFull) -> int:
         for job in jobs:

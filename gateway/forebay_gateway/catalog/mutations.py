@@ -4,6 +4,7 @@ Owns which rows change together, and what is refused. How a row is kept with its
 and becomes durable is env. Knows nothing of files.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
@@ -40,7 +41,8 @@ class WriteTxn(RowKeeper):
     ) -> SessionRow:
         """The session with this name, made under `session_id` where there is none yet.
 
-        Raises InvalidArgument where it exists with other `writers`, Unavailable while the checkpoint is being deleted.
+        Raises InvalidArgument where it exists with other `writers`, Unavailable while the checkpoint is being deleted, and
+        CatalogDamaged where one that stood here has gone: the new one would take its place, and its files would be nobody's.
         """
         checkpoint = self.checkpoint(run, step)
         if checkpoint is not None and checkpoint.deleting:
@@ -56,6 +58,8 @@ class WriteTxn(RowKeeper):
             return existing
         if self.session(session_id) is not None:
             raise AlreadyExists("the session id is taken", session_id=session_id)
+        if checkpoint is not None:
+            self.sessions_of(checkpoint)
         row = SessionRow(session_id, run, step, session, writers, origin)
         self._put_session(row)
         self._put(self._db.session_names, schema.session_name_key(run, step, session), schema.u64(session_id))
@@ -457,6 +461,7 @@ def _adopted_part(session_id: int, part: PartRecord) -> PartRow:
         session_id,
         part.writer,
         PartState.COMMITTED,
+        json.dumps(part.metadata) if part.metadata else "",
         shard_count=len(part.shards) + len(indexes),
         size=sum(entry.size for entry in part.shards) + packs_size,
         packs=len(indexes),

@@ -114,7 +114,16 @@ class ReadTxn:
         """The session with this name."""
         data = self._get(self._db.session_names, schema.session_name_key(run, step, session))
         row = None if data is None else self.session(schema.number_of(data))
-        return row if row is not None and (row.run, row.step, row.session) == (run, step, session) else None
+        if data is not None and (row is None or (row.run, row.step, row.session) != (run, step, session)):
+            raise CatalogDamaged("a session's name leads to none, or to another", run=run, step=step, session=session)
+        return row
+
+    def sessions_of(self, checkpoint: CheckpointRow) -> list[SessionRow]:
+        """A checkpoint's sessions, in the order in which they were opened here."""
+        found = [row for number in checkpoint.session_ids if (row := self.session(number)) is not None]
+        if len(found) < len(checkpoint.session_ids) or any(row.step != checkpoint.step for row in found):
+            raise CatalogDamaged("a session of a checkpoint is not there", run=checkpoint.run, step=checkpoint.step)
+        return found
 
     def sessions(self) -> Iterator[SessionRow]:
         """All sessions, by id. A full scan."""
@@ -447,7 +456,7 @@ class ReadTxn:
         """Whether the checkpoint belongs into the index of complete ones (True), incomplete ones (False), or neither."""
         if row.deleting:
             return None
-        sessions = [session for number in row.session_ids if (session := self.session(number)) is not None]
+        sessions = self.sessions_of(row)
         sums = [self.session_sums(session.id) for session in sessions]
         if any(is_whole(session, of.committed) for session, of in zip(sessions, sums, strict=True)):
             return True

@@ -3,7 +3,8 @@
 Owns names, key layouts and codecs. Does not own which rows belong together in one act (mutations) nor how they are looked up
 (queries). LMDB keys are at most 511 bytes and names may have 1,024, so names enter keys as the first 16 bytes of their
 SHA-256; the row behind such a key carries the whole name and is compared with it. Numbers in keys are big-endian, so that
-byte order is number order. Rows are msgpack arrays of the structs in core/records; sums are packed u64.
+byte order is number order. Rows are msgpack arrays of the structs in core/records, each followed by its CRC32C: LMDB has no
+checksum, and of a number in a row nothing else may know. Sums are packed u64.
 """
 
 import hashlib
@@ -26,8 +27,9 @@ from forebay_gateway.core.records import (
     ShardRow,
     UploadRow,
 )
+from forebay_wire.checksums import crc32c
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KEY_BYTES_MAX = 511  # LMDB's own limit
 
 if TYPE_CHECKING:
@@ -274,19 +276,30 @@ def unpack_sums(data: bytes | None, length: int) -> tuple[int, ...]:
 
 _R = TypeVar("_R", bound=Row)
 
+_CHECKSUM_BYTES = 4
+# What crc32c gives of any bytes with their own CRC32C, low byte first, behind them (a property of CRCs).
+_CHECKSUM_HOLDS = crc32c(bytes(_CHECKSUM_BYTES))
+
 
 class Codec(Generic[_R]):
-    """Bytes to rows of one type, and back. A value that is none raises CatalogDamaged."""
+    """Bytes to rows of one type, and back. A value that is none, or other than it was written, raises CatalogDamaged."""
 
     def __init__(self, row_type: type[_R]) -> None:
         self._name = row_type.__name__
         self._decoder = msgspec.msgpack.Decoder(row_type)
-        self.encode: Callable[[_R], bytes] = msgspec.msgpack.Encoder().encode
+        self._encode: Callable[[_R], bytes] = msgspec.msgpack.Encoder().encode
+
+    def encode(self, row: _R) -> bytes:
+        """The row with its checksum."""
+        data = self._encode(row)
+        return data + crc32c(data).to_bytes(_CHECKSUM_BYTES, "little")
 
     def decode(self, data: bytes) -> _R:
         """The row."""
+        if crc32c(data) != _CHECKSUM_HOLDS:
+            raise CatalogDamaged(f"a value is no {self._name} (its checksum does not hold)")
         try:
-            return self._decoder.decode(data)
+            return self._decoder.decode(data[:-_CHECKSUM_BYTES])
         except msgspec.MsgspecError as error:
             raise CatalogDamaged(f"a value is no {self._name} ({error})") from error
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,17 @@ NO_SPACE_RETRY_S = 5.0
 MAIN_DATABASES_MAX = len(schema.DATABASE_NAMES) + 4
 # What LMDB says of a file it cannot trust; every other error of its says something of the machine. A panic too: it follows a
 # commit whose write failed, and the file is as good as the last commit that did not.
-_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError, lmdb.CursorFullError)
+_DAMAGE = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.PageFullError,
+    lmdb.VersionMismatchError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,  # a database's record names another kind of tree
+    lmdb.BadDbiError,  # it has gone from the list of databases
+    lmdb.BadTxnError,  # what a transaction says after it has met one of these
+)
 _NO_ROW = (UnicodeDecodeError, struct.error)  # of keys and values that no codec checks
 _ENDED = "the read transaction has ended"
 _OVERSTAYED = "a catalog read was held across an await; read what you need, leave the block, then await"
@@ -99,7 +109,10 @@ class Read(contextlib.AbstractContextManager[ReadTxn]):
         overstayed = not self._open
         self._end(_ENDED)
         if error is not None and (damage := as_damage(error)) is not None:
+            self._storage.on_damage(damage)
             raise damage from error
+        if isinstance(error, CatalogDamaged):
+            self._storage.on_damage(error)
         if overstayed and error is None:
             raise RuntimeError(_OVERSTAYED)
 
@@ -126,6 +139,7 @@ class Storage:
         self.file_bytes = os.fstat(self._file).st_size
         self.databases: Databases
         self.tiers: TierNumbers
+        self.on_damage: Callable[[CatalogDamaged], None] = lambda error: None  # called on any thread
 
     @classmethod
     def open(cls, path: Path, tiers: Sequence[str], node: str, limits: Limits) -> "Storage":

@@ -13,7 +13,7 @@ from typing import Any
 
 from forebay_gateway.base.recent import Recent
 from forebay_gateway.base.tasks import uncut
-from forebay_gateway.catalog import WriteTxn
+from forebay_gateway.catalog import CatalogDamaged, WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import (
     CONTROL_DIR,
@@ -35,7 +35,6 @@ from forebay_gateway.paths.wholeness import (
     knows_copies,
     missing_parts,
     published_on,
-    sessions_of,
 )
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError, ShardEntry, what_is_wrong
@@ -94,6 +93,8 @@ class Finder:
             except Corrupt as error:
                 damaged = error
                 continue
+            except CatalogDamaged:
+                raise
             except ForebayError as error:
                 tier.failed(error)
                 continue
@@ -122,7 +123,7 @@ class Finder:
             checkpoint = txn.checkpoint(run, step)
             if checkpoint is None or checkpoint.deleting:
                 return None
-            return next((row for row in reversed(sessions_of(txn, checkpoint)) if is_complete(txn, row)), None)
+            return next((row for row in reversed(txn.sessions_of(checkpoint)) if is_complete(txn, row)), None)
 
     async def _is_gone(self, local: SessionRow, without: set[str]) -> bool:
         """Whether each tier that had the manifest of what is not whole in the cache has none now. An absence counts only when
@@ -180,7 +181,8 @@ class Finder:
             await self._drop_stale(session, tier)
         catalog = self._node.catalog
         new_id = catalog.new_id()
-        opened = await catalog.write(lambda txn: txn.begin_adoption(manifest, new_id))
+        begin = partial(_begin_adoption, manifest, new_id)
+        opened = await self._node.marks.found_again(manifest.run, manifest.step, begin)
         for some in _batches(manifest.files()):  # whoever waits for an acknowledgement has a turn between
             await catalog.write(partial(_adopt_some, opened.id, tier, some, catalog.new_id))
         if session is not None and manifest.node == self._node.id:  # complete.py may have been cut off behind the manifest
@@ -220,6 +222,8 @@ class Finder:
                     await self._adopt(tier, session.run, session.step)
                 except Corrupt as error:
                     log.warning("a manifest is damaged tier=%s error=%s", tier.name, error)
+                except CatalogDamaged:
+                    raise
                 except ForebayError as error:
                     tier.failed(error)
                 self._ask_again_s[tier.name, session.id] = self._node.clock.monotonic() + ASK_AGAIN_S
@@ -241,7 +245,7 @@ class Finder:
             return damaged
         with self._node.catalog.read() as txn:
             checkpoint = txn.checkpoint(run, step)
-            sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
+            sessions = [] if checkpoint is None else txn.sessions_of(checkpoint)
             newest = sessions[-1] if sessions else None
             missing = () if newest is None else missing_parts(txn, newest)
             spread = "" if newest is None else describe_spread(txn, newest)
@@ -401,6 +405,10 @@ def _batches(files: Iterable[_File]) -> list[list[_File]]:
         made[-1].append(file)
         count += names
     return made
+
+
+def _begin_adoption(manifest: Manifest, new_id: int, txn: WriteTxn) -> SessionRow:
+    return txn.begin_adoption(manifest, new_id)
 
 
 def _adopt_some(

@@ -11,7 +11,7 @@ from itertools import islice
 from forebay_gateway.admission.budget import disk_full_reason
 from forebay_gateway.base.clock import Clock
 from forebay_gateway.base.metrics import LoopLag
-from forebay_gateway.catalog import ReadTxn
+from forebay_gateway.catalog import CatalogDamaged, ReadTxn
 from forebay_gateway.core.errors import DiskFull, ForebayError
 from forebay_gateway.core.records import ShardKey
 from forebay_gateway.core.states import CopyState
@@ -154,8 +154,12 @@ class Health:
     def report(self) -> HealthReport:
         """Everything at once."""
         alarms = [*self._tier_alarms(), *self._cache_alarms()]
+        try:
+            incomplete = self._incomplete()
+        except CatalogDamaged as error:  # one row that cannot be read is no reason to say nothing
+            incomplete = ()
+            alarms.append(Alarm("critical", "some incomplete checkpoints cannot be shown: " + error.what, "forebay fsck"))
         alarms += [Alarm("critical", what, todo) for what, todo in self._node.alarms.values()]
-        incomplete = self._incomplete()
         limit_s = self._node.config.node.complete_within
         for found in incomplete:
             age_s = self._clock.monotonic() - self._node.first_seen_s.get(found.session.id, self._clock.monotonic())

@@ -26,7 +26,7 @@ from forebay_gateway.core.schedule import Rules, RunRules
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.skip import Taken, cadence_setting, is_begun, is_only_there, is_outrun, must_go
 from forebay_gateway.paths.verdicts import Unsaid, Verdicts, name_of
-from forebay_gateway.paths.wholeness import complete_at_cache, sessions_of
+from forebay_gateway.paths.wholeness import complete_at_cache
 from forebay_gateway.tiers.monitor import OF_ONE_OBJECT
 
 log = logging.getLogger("forebay.joint")
@@ -260,7 +260,7 @@ class Joint:
         """Sessions here that what was read now makes a difference to."""
         for verdict in self.verdicts.of_run(run):
             row = txn.checkpoint(run, verdict.step)
-            for session in () if row is None or row.deleting else sessions_of(txn, row):
+            for session in () if row is None or row.deleting else txn.sessions_of(row):
                 state = session.publish.get(self._tier)
                 waits = state is PublishState.PENDING and (session.id in self._awaited or session.id in self.claims)
                 if name_of(session) == verdict.name and (waits or (state is PublishState.SKIPPED and verdict.goes)):

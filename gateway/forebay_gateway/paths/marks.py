@@ -1,7 +1,8 @@
 """Pins, holds, deletions under way and roots of tiers: in the catalog, and in a document that outlives it.
 
     document durable -> catalog        at every change, so that the document never knows less than the catalog
-    catalog made anew -> what the document says is set again, for the checkpoints that are there
+    catalog made anew -> what the document says is set again, for the checkpoints that are there; a pin of one that only a tier
+    still has waits in the document, until that is found again
 
 Owns this order and what comes back after a rebuild. Never sets a mark for sessions that it was not given for.
 """
@@ -33,9 +34,9 @@ SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What did not come back: marks that found no checkpoint here; `problem` where the document itself is damaged."""
+    """What did not come back: pins that found no checkpoint here; `problem` where the document itself is damaged."""
 
-    lost: tuple[str, ...] = ()
+    waiting: tuple[Pin, ...] = ()
     problem: str = ""
 
     @property
@@ -43,9 +44,11 @@ class Restored:
         """For people; empty where nothing is lost."""
         if self.problem:
             return f"pins and deletions under way may be lost: {self.problem}"
-        more = f" and {len(self.lost) - SHOWN_MAX} more" if len(self.lost) > SHOWN_MAX else ""
-        shown = ", ".join(self.lost[:SHOWN_MAX])
-        return f"marks of checkpoints that this node no longer knows are lost: {shown}{more}" if shown else ""
+        more = f" and {len(self.waiting) - SHOWN_MAX} more" if len(self.waiting) > SHOWN_MAX else ""
+        shown = ", ".join(f"{pin.run}/{pin.step}" for pin in self.waiting[:SHOWN_MAX])
+        return (
+            f"pinned checkpoints are no longer here; the pins come back with them, from a tier: {shown}{more}" if shown else ""
+        )
 
 
 class MarkKeeper:
@@ -57,6 +60,7 @@ class MarkKeeper:
         self._marks: Marks | None = None
         self._document: Marks | None = None  # as far as is known: what the last write made
         self._is_behind = False  # a mark stands in the catalog only
+        self._waiting: frozenset[Pin] = frozenset()  # pins in the document, of checkpoints that the catalog does not know
 
     async def change(self, change: Callable[[Marks], Marks], act: Callable[[WriteTxn], T], *, spare: bool = False) -> T:
         """The document as `change` makes it, durable; then `act` in the catalog. Raises as both do.
@@ -89,9 +93,29 @@ class MarkKeeper:
             self._marks = after
             return done
 
+    async def found_again(self, run: str, step: int, act: Callable[[WriteTxn], T]) -> T:
+        """`act`, which takes in a checkpoint from a tier; with its pin, where one has waited for it. Raises as it does."""
+        pin = Pin(run, step)
+        if pin not in self._waiting:
+            return await self._catalog.write(act)
+        return await uncut(self._found_again(pin, act))
+
+    async def _found_again(self, pin: Pin, act: Callable[[WriteTxn], T]) -> T:
+        def both(txn: WriteTxn) -> T:
+            done = act(txn)
+            txn.set_pinned(pin.run, pin.step, True)
+            return done
+
+        async with self._lock:
+            done = await self._catalog.write(both)
+            self._waiting -= {pin}
+            self._marks = None
+        return done
+
     async def ended(self, run: str, step: int) -> None:
         """The checkpoint is gone, and every mark on it."""
         async with self._lock:
+            self._waiting -= {Pin(run, step)}
             known = self._known()
             self._marks = without(known, run, step)
             if self._marks != known:
@@ -111,8 +135,8 @@ class MarkKeeper:
             if document is not None and self._known() != document:
                 restored = replace(await self._catalog.write(partial(_apply, document), frees=True), problem=problem)
             self._marks = None
-            # What is lost now may come back with a tier, so it stays until the next change; a first start leaves no document.
-            if not restored.lost and (document is not None or self._known() != Marks()):
+            self._waiting = frozenset(restored.waiting)
+            if document is not None or self._known() != Marks():  # a first start leaves no document
                 await self._try_write(self._known())
         return restored
 
@@ -124,6 +148,8 @@ class MarkKeeper:
             log.info("the document of marks could not be written error=%s", error)
 
     async def _write(self, marks: Marks) -> None:
+        if self._waiting:
+            marks = structs.replace(marks, pins=tuple(sorted({*marks.pins, *self._waiting})))
         if marks != self._document:
             self._document = None
             await asyncio.to_thread(write_marks, self._cache.path, marks)
@@ -202,11 +228,11 @@ async def restore_settings(cache: CacheDir, catalog: Catalog) -> None:
 
 
 def _apply(marks: Marks, txn: WriteTxn) -> Restored:
-    lost = []
+    waiting = []
     for pin in marks.pins:
         row = txn.checkpoint(pin.run, pin.step)
         if row is None:
-            lost.append(f"the pin of {pin.run}/{pin.step}")
+            waiting.append(pin)
         elif not row.pinned:
             txn.set_pinned(pin.run, pin.step, True)
     for going in marks.going:
@@ -214,4 +240,4 @@ def _apply(marks: Marks, txn: WriteTxn) -> Restored:
         # Else it has ended, or was begun anew by a session that nobody asked to delete.
         if row is not None and not row.deleting and set(row.session_ids) <= set(going.session_ids):
             txn.mark_deleting(going.run, going.step)
-    return Restored(tuple(lost))
+    return Restored(tuple(waiting))

@@ -10,7 +10,7 @@ from itertools import islice
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.records import SessionRow
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import is_complete, sessions_of
+from forebay_gateway.paths.wholeness import is_complete
 
 ROWS_A_READ = 256  # a run may have very many checkpoints, and the event loop has to answer others
 
@@ -22,7 +22,7 @@ async def newest_of(node: Node, run: str) -> tuple[SessionRow | None, SessionRow
     while not ended:
         with node.catalog.read() as txn:
             rows = list(islice(txn.checkpoints(run, step), ROWS_A_READ))
-            page = [session for row in rows if not row.deleting for session in sessions_of(txn, row) if session.commit_seq]
+            page = [session for row in rows if not row.deleting for session in txn.sessions_of(row) if session.commit_seq]
             complete, other = _newest(txn, [*found, *page])
         found = [session for session in (complete, other) if session is not None]
         ended = len(rows) < ROWS_A_READ

@@ -11,7 +11,6 @@ from forebay_gateway.core.layout import manifest_key, parse_step_dir
 from forebay_gateway.core.retention import Entry, Groups, Ledger, manifest_is_final, place
 from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 from forebay_wire.names import session8
@@ -83,7 +82,7 @@ class OnTier:
     def _commits(self, run: str) -> dict[Name, int]:
         """The order of the commits that this node saw."""
         with self._node.catalog.read() as txn:
-            sessions = [session for row in txn.checkpoints(run) for session in sessions_of(txn, row)]
+            sessions = [session for row in txn.checkpoints(run) for session in txn.sessions_of(row)]
         return {(each.step, session8(each.session)): each.commit_seq for each in sessions if each.commit_seq}
 
     async def stands(self, run: str, entry: Entry) -> bool | None:

@@ -151,7 +151,7 @@ class Queue:
         """A pin was set or taken off: what is pinned now goes to the tiers on which it was left out, while it is here."""
         with self._node.catalog.read() as txn:
             now = txn.checkpoint(row.run, row.step)
-            sessions = [] if now is None else [session for number in now.session_ids if (session := txn.session(number))]
+            sessions = [] if now is None else txn.sessions_of(now)
         for session in sessions if now is not None and now.pinned else ():
             await self._let_go(session)
         for session in sessions:

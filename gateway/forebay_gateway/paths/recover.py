@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -125,7 +125,7 @@ async def _compare(node: Node, session_ids: Sequence[int]) -> list[FoundFile]:
         for shard_id in [shard_id for shard_id, size in sizes.items() if not size]:
             log.warning("an empty file lies among the shards key=%s", ShardKey(session_id, shard_id))
     await node.io.run(node.cache.unlink_many, half_written)
-    await _adopt_files(node, strangers)
+    await _adopt_files(node, strangers, {file.session_id for file in parts})
     await _commit_parts(node, parts)
     return foreign
 
@@ -133,9 +133,9 @@ async def _compare(node: Node, session_ids: Sequence[int]) -> list[FoundFile]:
 async def _restore_marks(node: Node) -> None:
     """What an operator had asked for, where the catalog does not know it any more."""
     restored = await node.marks.restore()
-    if restored.problem or (restored.lost and node.rebuilt):
+    if restored.problem or (restored.waiting and node.rebuilt):
         log.warning("%s", restored.sentence)
-        node.alarms["marks"] = (restored.sentence, "pin again what is to stay, and delete again what was to go")
+        node.alarms["marks"] = (restored.sentence, "look at what is pinned (`forebay ls`), and delete again what was to go")
 
 
 async def check_session(node: Node, session_id: int) -> None:
@@ -234,10 +234,11 @@ def _is_going(txn: ReadTxn, row: ShardRow) -> bool:
     return checkpoint is None or checkpoint.deleting
 
 
-async def _adopt_files(node: Node, strangers: Sequence[FoundFile]) -> None:
-    """Sealed files that the catalog does not know."""
+async def _adopt_files(node: Node, strangers: Sequence[FoundFile], committed: Collection[int | None]) -> None:
+    """Sealed files that the catalog does not know; `committed` are the sessions with the file of a part."""
+    # Of two directories of one session the one in which it was committed here counts; the other holds what came from a tier.
     # Newest first: a pack that was made by joining others comes before what is left of them, and holds all that they held.
-    for file in sorted(strangers, key=lambda file: file.shard_id or 0, reverse=True):
+    for file in sorted(strangers, key=lambda file: (file.session_id in committed, file.shard_id or 0), reverse=True):
         with node.catalog.read() as txn:
             row = txn.shard(ShardKey(file.session_id or 0, file.shard_id or 0))
         if row is None or not row.disk_size:

@@ -20,7 +20,6 @@ from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.retain import Retention
 from forebay_gateway.paths.safety import HELD_STATES
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
 from forebay_wire.names import session8
@@ -54,7 +53,7 @@ class Follower:
         for step, short in ledger.gone:
             with self._node.catalog.read() as txn:
                 row = txn.checkpoint(run, step)
-                sessions = [] if row is None else sessions_of(txn, row)
+                sessions = [] if row is None else txn.sessions_of(row)
             if row is None or row.deleting or not any(session8(session.session) == short for session in sessions):
                 continue
             settled = await self._follow_one(tier, row, sessions, short) and settled
@@ -100,7 +99,7 @@ class Follower:
         """Out of cache and catalog, once every tier that there is says that it holds nothing complete of this step."""
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(run, step)
-            sessions = [] if row is None else sessions_of(txn, row)
+            sessions = [] if row is None else txn.sessions_of(row)
             open_part = any(part.state is PartState.OPEN for session in sessions for part in txn.parts(session.id))
         if row is None or row.deleting or row.pinned or open_part or not _is_only_removed(sessions):
             return True

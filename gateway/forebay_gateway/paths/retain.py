@@ -29,7 +29,6 @@ from forebay_gateway.paths.pages import all_shards, pages
 from forebay_gateway.paths.pins import lift_pins, tell_pin
 from forebay_gateway.paths.safety import HELD_STATES, is_expendable
 from forebay_gateway.paths.verdicts import drop_verdicts, name_of
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError, NewerVersion, what_is_wrong
 
@@ -187,13 +186,18 @@ class Retention:
 
     async def _content(self, row: CheckpointRow) -> tuple[list[SessionRow], list[ShardRow]]:
         with self._node.catalog.read() as txn:
-            sessions = sessions_of(txn, row)
+            now = txn.checkpoint(row.run, row.step)  # others may have taken it out since the look
+            sessions = [] if now is None else [each for each in txn.sessions_of(now) if each.id in row.session_ids]
         return sessions, [shard for session in sessions for shard in await all_shards(self._node, session.id)]
 
     async def _finish(self, row: CheckpointRow) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Go through the levels; the rows go last, and only when every tier is done."""
         async with self._lock:
-            sessions, shards = await self._content(row)
+            with self._node.catalog.read() as txn:
+                now = txn.checkpoint(row.run, row.step)
+            if now is None or not now.deleting:  # gone since the look, and perhaps saved anew
+                return ("cache", *self._node.tiers), ()
+            sessions, shards = await self._content(now)
             done: list[str] = []
             pending: list[str] = []
             for tier in self._node.tiers.values():

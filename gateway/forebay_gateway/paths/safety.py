@@ -88,8 +88,8 @@ class _Outlived:
         """Steps that are complete on a required tier, ascending, and for each the newest commit of it and those behind it."""
         found: list[tuple[int, int]] = []
         for row in self._txn.checkpoints(run, self._first_step):
-            sessions = [] if row.deleting else [self._txn.session(session_id) for session_id in row.session_ids]
-            commits = [session.commit_seq for session in sessions if session is not None and self._is_there(session)]
+            sessions = [] if row.deleting else self._txn.sessions_of(row)
+            commits = [session.commit_seq for session in sessions if self._is_there(session)]
             if commits:
                 found.append((row.step, max(commits)))
         newest, latest = [], 0

@@ -8,7 +8,6 @@ from forebay_gateway.core.records import PublishState, SessionRow
 from forebay_gateway.core.retention import Groups
 from forebay_gateway.core.run_documents import Name
 from forebay_gateway.paths.node import Node
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_wire.names import session8
 
 READ_LATELY_S = 900.0  # a restore asks for one shard after the other
@@ -25,7 +24,7 @@ def known(node: Node, tier: str, run: str, groups: Groups) -> tuple[dict[Name, s
             row = txn.checkpoint(run, entry.step)
             if row is not None and row.deleting:
                 doubtful[entry.name] = "it is being deleted"
-            for session in [] if row is None else sessions_of(txn, row):
+            for session in [] if row is None else txn.sessions_of(row):
                 waits = [name for name, state in session.publish.items() if state is PublishState.PENDING]
                 if waits:
                     protected[entry.name] = f"it is on its way to {', '.join(sorted(waits))}"

@@ -21,7 +21,6 @@ from forebay_gateway.paths.wholeness import (
     is_complete,
     missing_parts,
     past_the_cache,
-    sessions_of,
 )
 
 
@@ -56,7 +55,7 @@ def view(node: Node, txn: ReadTxn, row: CheckpointRow) -> CheckpointView | None:
     """The view of a checkpoint, None while it has no session or is being deleted."""
     if row.deleting:
         return None
-    sessions = sessions_of(txn, row)
+    sessions = txn.sessions_of(row)
     if not sessions:
         return None
     complete = [session for session in sessions if is_complete(txn, session) and session.id not in node.gone]

@@ -18,7 +18,6 @@ from forebay_gateway.paths.wholeness import (
     describe_missing,
     missing_parts,
     past_the_cache,
-    sessions_of,
 )
 
 LOOK_AGAIN_S = 0.25
@@ -123,7 +122,7 @@ class Waiter:
             if name and (named := txn.find_session(run, step, name)) is not None:
                 return named
             checkpoint = txn.checkpoint(run, step)
-            sessions = [] if checkpoint is None else sessions_of(txn, checkpoint)
+            sessions = [] if checkpoint is None else txn.sessions_of(checkpoint)
         return sessions[-1] if sessions else None
 
     async def _elsewhere(self, run: str, step: int, level: str, began_s: float) -> Progress:

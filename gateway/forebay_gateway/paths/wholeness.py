@@ -6,7 +6,7 @@ Owns these questions, asked of the catalog alone. Does not own what is done abou
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import MissingPart
 from forebay_gateway.core.policy import is_whole
-from forebay_gateway.core.records import CheckpointRow, PartState, PublishState, SessionRow
+from forebay_gateway.core.records import PartState, PublishState, SessionRow
 
 NEVER_WHOLE = "the parts do not make one checkpoint"  # begins SessionRow.reason where no retry can mend that
 MISSING_NAMED_MAX = 1000  # a session says itself how many writers it has; who waits for a million need not hear each name
@@ -87,11 +87,6 @@ def knows_copies(txn: ReadTxn, session: SessionRow, tier: str) -> bool:
     return len(parts) >= session.writers and all(
         txn.part_progress(session.id, part.writer, tier)[1] >= part.shard_count for part in parts
     )
-
-
-def sessions_of(txn: ReadTxn, row: CheckpointRow) -> list[SessionRow]:
-    """A checkpoint's sessions, in the order in which they were opened here."""
-    return [session for number in row.session_ids if (session := txn.session(number)) is not None]
 
 
 def missing_parts(txn: ReadTxn, session: SessionRow) -> tuple[MissingPart, ...]:

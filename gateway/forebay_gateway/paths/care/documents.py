@@ -116,8 +116,7 @@ async def good_document(node: Node, session: SessionRow, bad: BadDocument, tier:
         if bad.kind == "part_record":
             mine = next((part for part in parts if part.writer == bad.writer and not part.is_adopted), None)
             return None if mine is None else _record(node, txn, session, mine).to_json()
-        # An adopted part's metadata is not in the catalog, and the manifest carries writer 0's.
-        if len(parts) < session.writers or any(part.is_adopted and part.writer == 0 for part in parts):
+        if len(parts) < session.writers:
             return None
         records = [_record(node, txn, session, part) for part in parts]
     return _manifest(records, node.id)

@@ -28,7 +28,6 @@ from forebay_gateway.core.states import CopyState
 from forebay_gateway.paths.care.finding import Finding, Severity
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.retain import Retention
-from forebay_gateway.paths.wholeness import sessions_of
 from forebay_gateway.tiers.base import Leftover
 from forebay_gateway.tiers.monitor import MonitoredTier
 from forebay_wire.manifest import Manifest, ManifestError
@@ -124,7 +123,7 @@ class Collector:
         """(directory of the step, its sessions) of all that stay."""
         with self._node.catalog.read() as txn:
             return [
-                (step_dir(row.run, row.step), sessions_of(txn, row))
+                (step_dir(row.run, row.step), txn.sessions_of(row))
                 for run in txn.runs()
                 for row in txn.checkpoints(run)
                 if not row.deleting

@@ -10,13 +10,16 @@ come from the marks beside it; the scrub's cursor is lost.
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 from forebay_gateway.base import durable, failpoints, fatal
+from forebay_gateway.base.tasks import unheard
 from forebay_gateway.cache.layout import ASIDE_PREFIX, CATALOG, DATA, FATAL, CacheDir
-from forebay_gateway.catalog import Catalog, CatalogDamaged
+from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems, is_damage
 from forebay_gateway.catalog.trial import trial
 from forebay_gateway.core.errors import ForebayError, StartupError, Unsupported
 from forebay_gateway.paths.find import Finder
@@ -29,6 +32,7 @@ log = logging.getLogger("forebay.rebuild")
 SUSPECT = "suspect"  # in the catalog's directory: a running gateway met damage that opening the file did not show
 UNFINISHED = "rebuilding"  # likewise: it was made anew, and does not yet know all that the files say
 CUT_OFF = "a rebuild of it was cut off"
+_noting = threading.Lock()
 LOST = "the catalog is gone, and the cache is not empty"
 
 
@@ -53,7 +57,8 @@ def damage_note(path: Path) -> str:
 
 def note_damage(path: Path, error: BaseException) -> None:
     """Have the next start look at the catalog as damaged. Blocking."""
-    durable.replace_file(path / CATALOG / SUSPECT, f"{error}\n".encode(), SUSPECT)
+    with _noting:  # a call and a worker may stumble at once
+        durable.replace_file(path / CATALOG / SUSPECT, f"{error}\n".encode(), SUSPECT)
 
 
 def refuse_newer(cache: CacheDir) -> None:
@@ -166,6 +171,52 @@ async def _after_a_crash(path: Path) -> str:
     return ""
 
 
+async def whole_look(path: Path, tiers: Sequence[str], node: str) -> str:
+    """Why the catalog below the cache directory `path` cannot be used; empty where it can. Every row is read, and compared with
+    what hangs on it. Nobody may have it open. Raises StartupError where it cannot be looked at."""
+    if why := await asyncio.to_thread(damage_note, path) or await trial(path / CATALOG):
+        return why
+    try:
+        catalog = await Catalog.open(path / CATALOG, tiers=tiers, node=node)
+    except CatalogDamaged as error:
+        return str(error)
+    try:
+        with catalog.read() as txn:
+            for row in txn.all_shards():
+                txn.copies(row.key)
+                list(txn.inside(row))
+            list(txn.sessions())
+        async with aclosing(index_problems(catalog)) as problems:
+            async for problem in problems:
+                return f"it contradicts itself: {problem}"
+    except ForebayError as error:
+        return str(error)
+    finally:
+        await catalog.close()
+    return CUT_OFF if await asyncio.to_thread(is_being_rebuilt, path) else ""
+
+
+async def is_of_the_catalog(error: BaseException, path: Path, tiers: Sequence[str], node: str) -> bool:
+    """Whether a start ended with `error` because the catalog is damaged: then that is noted, and the next does not trust it.
+
+    What says of itself what it is (a refusal, the disk) is believed; anything else is no reason to end, and all is looked at.
+    """
+    if is_damage(error):
+        await asyncio.to_thread(note_damage, path, error)
+        return True
+    if not isinstance(error, Exception) or isinstance(error, ForebayError | OSError):
+        return False
+    log.warning("the start failed in a way that a sound catalog does not explain; all of it is read error=%r", error)
+    try:
+        why = await whole_look(path, tiers, node)
+    except StartupError as other:
+        log.warning("the catalog could not be looked at error=%s", other)
+        return False
+    if why:
+        await asyncio.to_thread(note_damage, path, CatalogDamaged(why))
+    return bool(why)
+
+
 def config_option(source: str) -> str:
     """How a command is told of the configuration that is in force."""
     return "" if source == "embedded default" else f" --config {source}"
@@ -179,6 +230,18 @@ def tell(node: Node, rebuilt: Rebuilt) -> None:
             f"the catalog was rebuilt from the cache's files: {rebuilt.why}{kept}",
             "`forebay fsck` compares all there is",
         )
+
+
+def damage_met(node: Node, error: CatalogDamaged) -> None:
+    """A running gateway stumbled over it, and goes on with what can be read: told, and noted for the next start."""
+    if "catalog-damaged" in node.alarms:
+        return
+    log.error("%s", error)
+    node.alarms["catalog-damaged"] = (
+        f"the catalog is damaged: {error.what}",
+        "restart the gateway: with cache.rebuild = 'auto' the start makes the catalog anew, else it says what to do",
+    )
+    unheard(asyncio.to_thread(note_damage, node.cache.path, error))
 
 
 async def adopt_from_tiers(node: Node, finder: Finder) -> int:

@@ -13,7 +13,6 @@ from forebay_gateway.paths.find import Finder
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.pages import all_shards
 from forebay_gateway.paths.read import ReadPath
-from forebay_gateway.paths.wholeness import sessions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Space:
         """All of the checkpoint that its required tiers hold, or what that is. Raises NotFound, InvalidArgument if pinned."""
         with self._node.catalog.read() as txn:
             row = txn.checkpoint(run, step)
-            sessions = [] if row is None or row.deleting else sessions_of(txn, row)
+            sessions = [] if row is None or row.deleting else txn.sessions_of(row)
         if row is None or not sessions:
             raise NotFound(f"no checkpoint of run {run!r} with step {step} is in this node's cache", run=run, step=step)
         if row.pinned:
