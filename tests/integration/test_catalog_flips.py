@@ -17,6 +17,7 @@ import forebay
 from catalog.places import Spans, draw, flip_bit, kinds_in_turn, places
 from forebay.demo.gateways import GatewayProcess, posix_tier
 from forebay_gateway.cache.layout import CLEAN
+from forebay_gateway.catalog.schema import DATABASE_NAMES
 from forebay_gateway.paths.handover import leave_mark
 from integration.kit import SMALL_CHUNKS, some_bytes
 from soak.figures import reported
@@ -25,7 +26,13 @@ from soak.form import SOAK, given
 ROUNDS = int(given("FOREBAY_FLIPS", "300")) if SOAK else 0
 SEED = int(given("FOREBAY_SEED", "20261202"))
 STARTS_MAX = 3  # what a supervisor would try before it gives up
-STANDING = ["value of copies", "value of databases"]  # kinds of places, for the sweep in the short form
+# For the sweep in the short form: kind of place, which of them, byte in it. The last is the number of a root page, then behind
+# the file's end.
+STANDING = [
+    ("value of copies", 0, 3),
+    ("value of databases", 0, 3),
+    ("value of databases", sorted(DATABASE_NAMES).index("copies"), 41),
+]
 RUNS = {"team/drained": "s1", "team/waiting": "s2", "team/packs": "s3"}
 STEP = 7
 
@@ -265,10 +272,10 @@ def try_flip(stored: Stored, offset: int, bit: int) -> Outcome:
         stored.gateway.close()
 
 
-@pytest.mark.parametrize("kind", [] if SOAK else STANDING)
-def test_a_bit_in_the_catalog(stored: Stored, kind: str) -> None:
-    offset, length = stored.spans[kind][0]
-    outcome = try_flip(stored, offset + min(length - 1, 3), 4)
+@pytest.mark.parametrize(("kind", "which", "byte"), [] if SOAK else STANDING)
+def test_a_bit_in_the_catalog(stored: Stored, kind: str, which: int, byte: int) -> None:
+    offset, _ = stored.spans[kind][which]
+    outcome = try_flip(stored, offset + byte, 4)
     assert outcome.found
 
 

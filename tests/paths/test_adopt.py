@@ -1,4 +1,5 @@
-"""A sealed file that a crash left where its row says "evicted": taken in where it is the row's own, else gone."""
+"""What is taken in: a sealed file that a crash left where its row says "evicted", the files of a catalog that is lost, what a
+manifest on a tier says."""
 
 import shutil
 from pathlib import Path
@@ -41,3 +42,37 @@ async def test_a_fetch_that_was_not_recorded(tmp_path: Path) -> None:
             assert rows() == {"a": ShardState.EVICTABLE if taken else ShardState.EVICTED, "b": ShardState.EVICTED}
         reader = await client.open("run", 1)
         assert await reader.read("a") == b"a" * 100_000
+
+
+@pytest.mark.expected_logs("the catalog is rebuilt", "dropped a")
+async def test_of_two_directories_of_one_session_the_one_that_was_committed_counts(tmp_path: Path) -> None:
+    """As when a row was lost, and what a tier had of it came into the cache once more, with younger numbers."""
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("a", b"a" * 100_000)
+            await part.commit({"loss": 0.5})
+        await client.wait("run", 1, "pfs", timeout=30)
+    data = tmp_path / "cache-a" / "data"
+    (first,) = data.iterdir()
+    (file,) = first.glob("*.shard")
+    second = data / f"{77:016x}"
+    second.mkdir()
+    shutil.copy(file, second / f"{78:016x}.shard")
+    shutil.rmtree(tmp_path / "cache-a" / "catalog")
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        assert file.exists() and not list(second.glob("*.shard"))
+        assert (await client.describe("run", 1)).metadata == {"loss": 0.5}
+
+
+async def test_a_manifest_brings_its_metadata(tmp_path: Path) -> None:
+    """To a node that has nothing of the checkpoint: which one to start from may hang on it."""
+    (tmp_path / "other").mkdir()
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("a", b"a" * 100_000)
+            await part.commit({"loss": 0.5})
+        await client.wait("run", 1, "pfs", timeout=30)
+    async with serving(tmp_path / "other", tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        await until(lambda: bool(gateway.node.usable_tiers()))
+        assert (await client.describe("run", 1)).metadata == {"loss": 0.5}
+        assert [each.metadata for each in await client.checkpoints("run")] == [{"loss": 0.5}]

@@ -1,0 +1,84 @@
+"""A start that fails in a way that a sound catalog does not explain: looked at, and made anew where it is damaged."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from forebay_gateway import build
+from forebay_gateway.catalog import WriteTxn, schema
+from forebay_gateway.paths.node import Node
+from forebay_gateway.paths.recover import recover
+from paths.kit import client_of, serving, tier
+
+DATA = b"w" * 100_000
+
+
+def once(first: Callable[[Node], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery meets it at the first try, and not again."""
+    left = [first]
+
+    async def recover_once(node: Node) -> set[int]:
+        if left:
+            await left.pop()(node)
+        return await recover(node)
+
+    monkeypatch.setattr(build, "recover", recover_once)
+
+
+async def saved(directory: Path) -> None:
+    async with serving(directory, tier(directory / "pfs")) as gateway, client_of(gateway) as client:
+        async with client.checkpoint("run", 1, session="s") as part:
+            await part.put("w", DATA)
+            await part.commit({"loss": 0.5})
+        await client.wait("run", 1, "pfs", timeout=30)
+
+
+async def restores(directory: Path) -> str:
+    """What the gateway says of its catalog, once it has given back what was saved."""
+    async with serving(directory, tier(directory / "pfs")) as gateway, client_of(gateway) as client:
+        assert await (await client.open("run", 1)).read("w") == DATA
+        assert (await client.describe("run", 1)).metadata == {"loss": 0.5}
+        return gateway.node.alarms.get("catalog-rebuilt", ("", ""))[0]
+
+
+@pytest.mark.expected_logs("the catalog is rebuilt", "the catalog failed")
+async def test_what_only_a_write_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await saved(tmp_path)
+
+    async def write(node: Node) -> None:
+        def act(txn: WriteTxn) -> None:
+            raise lmdb.CorruptedError("mdb_del: MDB_CORRUPTED: Located page was wrong type")
+
+        await node.catalog.write(act)
+
+    once(write, monkeypatch)
+    assert "MDB_CORRUPTED" in await restores(tmp_path)
+
+
+@pytest.mark.expected_logs("the catalog is rebuilt", "a sound catalog does not explain")
+async def test_an_error_that_an_entry_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await saved(tmp_path)
+
+    async def stumble(node: Node) -> None:
+        await node.catalog.write(lambda txn: txn._delete(txn._db.names, schema.name_key(1, "w")))
+        raise KeyError("w")
+
+    once(stumble, monkeypatch)
+    assert "contradicts itself" in await restores(tmp_path)
+
+
+@pytest.mark.expected_logs("a sound catalog does not explain")
+async def test_a_sound_catalog_is_not_made_anew_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await saved(tmp_path)
+
+    async def stumble(node: Node) -> None:
+        raise KeyError("w")
+
+    once(stumble, monkeypatch)
+    with pytest.raises(KeyError):
+        async with serving(tmp_path, tier(tmp_path / "pfs")):
+            pass
+    assert await restores(tmp_path) == ""
+    assert not list((tmp_path / "cache-a").glob("catalog.damaged-*"))
