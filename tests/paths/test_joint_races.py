@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forebay_gateway.core.errors import Corrupt, ForebayError, InvalidArgument, PermissionDenied, Unsupported
 from forebay_gateway.core.layout import verdicts_key
-from forebay_gateway.core.records import SessionRow
+from forebay_gateway.core.records import CheckpointRow, SessionRow
 from forebay_gateway.paths import verdicts
 from forebay_gateway.paths.verdicts import Book
 from forebay_gateway.tiers.memory import MemoryTier
@@ -173,3 +174,37 @@ async def test_a_skip_whose_word_is_lost_is_said_anew_by_who_waits_for_the_other
         await all_nodes.turns(60, 30.0)
         assert all_nodes.where(2) == [["complete"]] * 2
         assert all_nodes.shards(2) == ["w0.bin", "w1.bin"]
+
+
+# -- what is announced while its checkpoint goes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["", f'[[policy]]\nrun = "{RUN}"\ntransient = true\n'], ids=["deleted", "transient"])
+async def test_nothing_stays_announced_of_what_goes_meanwhile(tmp_path: Path, keys: str) -> None:
+    async with job(tmp_path, keys) as all_nodes:
+        _, other = all_nodes.nodes
+        await other.part(1, 1, 2)
+        put, went = other.shared.put_small, []
+
+        async def put_late(key: str, data: bytes, **conditions: Any) -> Any:
+            """It has gone out of the cache before the document is there."""
+            if "/announce/" in key and not went:
+                went.append(key)
+                row = checkpoint_of(other)
+                assert row is not None
+                if keys:
+                    await other.retention.drop_cache_only(row)
+                else:
+                    await other.retention.delete(RUN, 1, force=True, dry_run=False)
+            return await put(key, data, **conditions)
+
+        other.shared.put_small = put_late  # type: ignore[method-assign]
+        await other.announcer.step()
+        await other.retention.step()
+        assert went and checkpoint_of(other) is None
+        assert [key for key in all_nodes.store.objects if "/announce/" in key] == []
+
+
+def checkpoint_of(node: JobNode) -> CheckpointRow | None:
+    with node.node.catalog.read() as txn:
+        return txn.checkpoint(RUN, 1)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from forebay_gateway.catalog import ReadTxn
 from forebay_gateway.core.errors import ForebayError
 from forebay_gateway.core.layout import announce_key
-from forebay_gateway.core.records import PartRow, PartState, SessionRow
+from forebay_gateway.core.records import PartRow, PartState, PublishState, SessionRow
 from forebay_gateway.paths.joint import may_leave_out, rules_of
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.wholeness import complete_at_cache
@@ -74,7 +74,7 @@ class Announcer:
                     session = txn.session(session_id)
                     if session is None or txn.session_sums(session_id).committed >= session.writers:
                         continue
-                    if session.is_cache_only and not self._is_awaited(txn, session):
+                    if not self._is_wanted(txn, session):
                         continue
                     committed = [part for part in txn.parts(session_id) if part.state is PartState.COMMITTED]
                     found.append((session, [part for part in committed if not part.is_adopted]))
@@ -82,6 +82,13 @@ class Announcer:
         here = {session.id for session, _ in found}
         self._told = {told for told in self._told if told[0] in here}
         return found
+
+    def _is_wanted(self, txn: ReadTxn, session: SessionRow) -> bool:
+        """Whether others are to hear of its parts: no longer once it goes, or goes nowhere."""
+        checkpoint = txn.checkpoint(session.run, session.step)
+        if checkpoint is None or checkpoint.deleting:
+            return False
+        return not session.is_cache_only or self._is_awaited(txn, session)
 
     def _is_awaited(self, txn: ReadTxn, session: SessionRow) -> bool:
         """Of what no tier is to get: whether it is transient, and others' parts of it may still come."""
@@ -101,8 +108,23 @@ class Announcer:
         # By which others know whether its word on what goes where is to be waited for (joint.py).
         body["leaves_out"] = {name: may_leave_out(rules_of(self._node, name, session.run)) for name in self._node.tiers}
         key = announce_key(session.run, session.step, session.session, part.writer)
-        await tier.tier.put_small(key, json.dumps(body, sort_keys=True).encode())
+        with self._node.catalog.read() as txn:
+            if not self._still(txn, tier, session.id):
+                return
+        with self._node.publishes(tier.name, session.id):  # no await since the look: a deletion waits for it
+            await tier.tier.put_small(key, json.dumps(body, sort_keys=True).encode())
+            with self._node.catalog.read() as txn:
+                still = self._still(txn, tier, session.id)
+            if not still:  # who took it back has been here before it
+                await tier.tier.delete(key)
+                return
         self._told.add((session.id, part.writer))
+
+    def _still(self, txn: ReadTxn, tier: MonitoredTier, session_id: int) -> bool:
+        session = txn.session(session_id)
+        if session is None or session.publish.get(tier.name) is PublishState.COMPLETE:
+            return False
+        return self._is_wanted(txn, session)
 
     async def _learn(self, tier: MonitoredTier, session: SessionRow, here: set[int]) -> bool:
         """Note other nodes' parts; True while some writer has not been heard of."""
