@@ -139,7 +139,9 @@ class Gateway:
         """Open, recover, serve. Raises StartupError with what to do; nothing stays open then. `read_again` gives what the
         configuration file says by then."""
         clock = clock or SystemClock()
+        tries = 2  # a damaged catalog is made anew once
         while True:
+            tries -= 1
             catalog_failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
             gateway: Gateway | None = None
             try:
@@ -155,7 +157,7 @@ class Gateway:
             except BaseException as error:
                 if gateway is not None:
                     await gateway.stop(0.0)
-                if gateway is not None and gateway.node.rebuilt:
+                if not tries or (gateway is not None and gateway.node.rebuilt):
                     raise
                 cause = catalog_failed.result() if catalog_failed.done() else error
                 if not await is_of_the_catalog(cause, Path(config.cache.path), _names(config), config.node.id):

@@ -44,6 +44,25 @@ def test_any_bit_of_a_row_that_has_changed_shows(row: Row, codec: schema.Codec[A
             codec.decode(data[:short])
 
 
+async def test_a_setting_that_has_changed_is_none(catalog: Catalog) -> None:
+    await catalog.write(lambda txn: txn.set_setting("root:pfs", b"0123"))
+    await catalog.write(lambda txn: txn.set_setting("still", b""))
+
+    def damage(txn: WriteTxn) -> None:
+        held = txn._get(txn._db.settings, b"root:pfs") or b""
+        txn._put(txn._db.settings, b"root:pfs", b"1" + held[1:])
+
+    with catalog.read() as txn:
+        assert dict(txn.settings()) == {"root:pfs": b"0123", "still": b""}
+    await catalog.write(damage)
+    with pytest.raises(CatalogDamaged), catalog.read() as txn:
+        txn.setting("root:pfs")
+    with pytest.raises(CatalogDamaged), catalog.read() as txn:
+        list(txn.settings())
+    with catalog.read() as txn:
+        assert txn.setting("still") == b""
+
+
 async def test_no_session_takes_the_place_of_one_whose_row_is_gone(catalog: Catalog) -> None:
     session = await begin(catalog)
     known = (session.run, session.step, session.session, session.writers)

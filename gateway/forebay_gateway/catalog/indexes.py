@@ -262,6 +262,11 @@ def _copy(txn: ReadTxn, key: bytes, value: bytes) -> str:
 # -- indexes, and the rows that they must stand for --------------------------------------------------------------------
 
 
+def _setting(txn: ReadTxn, key: bytes, value: bytes) -> str:
+    schema.checked(value, "setting")
+    return ""
+
+
 def _run(txn: ReadTxn, key: bytes, value: bytes) -> str:
     known = key == schema.run_key(value.decode("utf-8")) and next(txn._scan(txn._db.checkpoints, key), None) is not None
     return "" if known else "a run without a checkpoint"
@@ -385,6 +390,7 @@ _CHECKS: dict[str, _Check] = {
     "parts": _part,
     "shards": _shard,
     "copies": _copy,
+    "settings": _setting,
     "runs": _run,
     "deleting": _deleting,
     "session_names": _session_name,

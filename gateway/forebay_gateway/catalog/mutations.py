@@ -404,7 +404,7 @@ class WriteTxn(RowKeeper):
         if value is None:
             self._delete(self._db.settings, key)
         else:
-            self._put(self._db.settings, key, value)
+            self._put(self._db.settings, key, schema.with_checksum(value))
 
     # Parts of the above.
 

@@ -472,12 +472,13 @@ class ReadTxn:
     def setting(self, name: str) -> bytes | None:
         """A small named value."""
         key = name.encode("utf-8")
-        return self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
+        data = self._get(self._db.settings, key) if 1 <= len(key) <= schema.KEY_BYTES_MAX else None
+        return None if data is None else schema.checked(data, "setting")
 
     def settings(self) -> Iterator[tuple[str, bytes]]:
         """All small named values, by name."""
         for key, value in self._scan(self._db.settings):
-            yield key.decode("utf-8"), value
+            yield key.decode("utf-8"), schema.checked(value, "setting")
 
     def _entries(self, database: Database) -> int:
         return self._txn.stat(database)["entries"]

@@ -52,7 +52,7 @@ class Databases:
     """Handles of all named databases; each comment gives key -> value. Every field becomes a database of that name."""
 
     meta: Database  # one of the META_* keys -> as said there
-    settings: Database  # name -> bytes: small named values of the gateway's other parts
+    settings: Database  # name -> bytes with their CRC32C: small named values of the gateway's other parts
     tiers: Database  # tier name -> tier number u16; a number is never given to another name
     runs: Database  # run16 -> run
     checkpoints: Database  # run16 step:u64 -> CheckpointRow; a run's checkpoints lie side by side, by step
@@ -281,6 +281,18 @@ _CHECKSUM_BYTES = 4
 _CHECKSUM_HOLDS = crc32c(bytes(_CHECKSUM_BYTES))
 
 
+def with_checksum(data: bytes) -> bytes:
+    """A value that LMDB keeps for us, and its CRC32C behind it."""
+    return data + crc32c(data).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def checked(data: bytes, what: str) -> bytes:
+    """The inverse of with_checksum; raises CatalogDamaged, which names `what` it is."""
+    if crc32c(data) != _CHECKSUM_HOLDS:
+        raise CatalogDamaged(f"a value is no {what} (its checksum does not hold)")
+    return data[:-_CHECKSUM_BYTES]
+
+
 class Codec(Generic[_R]):
     """Bytes to rows of one type, and back. A value that is none, or other than it was written, raises CatalogDamaged."""
 
@@ -291,15 +303,13 @@ class Codec(Generic[_R]):
 
     def encode(self, row: _R) -> bytes:
         """The row with its checksum."""
-        data = self._encode(row)
-        return data + crc32c(data).to_bytes(_CHECKSUM_BYTES, "little")
+        return with_checksum(self._encode(row))
 
     def decode(self, data: bytes) -> _R:
         """The row."""
-        if crc32c(data) != _CHECKSUM_HOLDS:
-            raise CatalogDamaged(f"a value is no {self._name} (its checksum does not hold)")
+        body = checked(data, self._name)
         try:
-            return self._decoder.decode(data[:-_CHECKSUM_BYTES])
+            return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise CatalogDamaged(f"a value is no {self._name} ({error})") from error
 
