@@ -63,6 +63,15 @@ async def test_a_setting_that_has_changed_is_none(catalog: Catalog) -> None:
         assert txn.setting("still") == b""
 
 
+async def test_a_run_whose_name_has_changed_is_not_listed_under_it(catalog: Catalog) -> None:
+    session = await begin(catalog)
+    with catalog.read() as txn:
+        assert txn.runs() == [session.run]
+    await catalog.write(lambda txn: txn._put(txn._db.runs, schema.run_key(session.run), b"team/other"))
+    with pytest.raises(CatalogDamaged), catalog.read() as txn:
+        txn.runs()
+
+
 async def test_no_session_takes_the_place_of_one_whose_row_is_gone(catalog: Catalog) -> None:
     session = await begin(catalog)
     known = (session.run, session.step, session.session, session.writers)

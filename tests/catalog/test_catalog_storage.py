@@ -283,12 +283,38 @@ async def test_another_node_s_catalog_is_refused(tmp_path: Path) -> None:
         pass
 
 
-async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+NEWER = schema.with_checksum(schema.u64(schema.FORMAT_VERSION + 1))
+OLDER = schema.u64(2)  # the first to carry a checksum was 3
+
+
+@pytest.mark.parametrize("version", [NEWER, OLDER], ids=["newer", "older"])
+async def test_another_format_is_refused(tmp_path: Path, version: bytes) -> None:
     async with opened(tmp_path / "c") as catalog:
-        await catalog.write(lambda txn: txn._put(txn._db.meta, schema.META_FORMAT, schema.u64(schema.FORMAT_VERSION + 1)))
+        await catalog.write(lambda txn: txn._put(txn._db.meta, schema.META_FORMAT, version))
     with pytest.raises(StartupError, match="another release") as caught:
         await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
     assert not isinstance(caught.value, CatalogDamaged)
+
+
+@pytest.mark.parametrize("key", [schema.META_FORMAT, schema.META_NODE])
+async def test_a_flipped_bit_in_what_it_is_and_whose_is_damage_and_no_other_release_or_node(tmp_path: Path, key: bytes) -> None:
+    async with opened(tmp_path / "c") as catalog:
+
+        def flip(txn: WriteTxn) -> None:
+            value = bytearray(txn._get(txn._db.meta, key) or b"")
+            value[0] ^= 0x80
+            txn._put(txn._db.meta, key, bytes(value))
+
+        await catalog.write(flip)
+    with pytest.raises(CatalogDamaged):
+        await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
+
+
+async def test_a_tier_s_name_that_is_no_text_is_damage(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as catalog:
+        await catalog.write(lambda txn: txn._put(txn._db.tiers, b"p\xe6s", b"\0\1"))
+    with pytest.raises(CatalogDamaged):
+        await Catalog.open(tmp_path / "c", tiers=TIERS, node="node-1")
 
 
 async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ class ReadTxn:
 
     def runs(self) -> list[str]:
         """Names of all runs, sorted."""
-        return sorted(value.decode("utf-8") for _, value in self._scan(self._db.runs))
+        found = {key: value.decode("utf-8") for key, value in self._scan(self._db.runs)}
+        for key, run in found.items():
+            if key != schema.run_key(run):  # what is looked up by such a name would be missed, and taken for gone
+                raise CatalogDamaged("a run's name stands under the key of another", key=key.hex())
+        return sorted(found.values())
 
     def checkpoint(self, run: str, step: int) -> CheckpointRow | None:
         """The checkpoint, None where this node has nothing of it."""

@@ -84,8 +84,8 @@ class Databases:
 
 DATABASE_NAMES = tuple(field.name for field in fields(Databases))
 
-META_FORMAT = b"format"  # u64, FORMAT_VERSION of the release that wrote the file
-META_NODE = b"node"  # the node's id, UTF-8
+META_FORMAT = b"format"  # u64 and its CRC32C, FORMAT_VERSION of the release that wrote the file
+META_NODE = b"node"  # the node's id, UTF-8, and its CRC32C
 META_TOTALS = b"totals"  # used, dirty, shards: 3 u64, see Totals
 META_QUEUE = b"queue"  # followed by tier:u16 -> copies, bytes in that tier's queue: 2 u64
 META_COMMIT_SEQ = b"commit_seq"  # u64, highest order given to a part or to a fetched shard

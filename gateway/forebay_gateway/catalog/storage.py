@@ -146,6 +146,8 @@ class Storage:
         """Open or create the catalog in the directory `path`. Raises StartupError, CatalogDamaged."""
         try:
             return cls._open(path, tiers, node, limits)
+        except _NO_ROW as error:
+            raise CatalogDamaged(f"a key or value is none ({error})", path=path) from error
         except _DAMAGE as error:
             raise CatalogDamaged(f"LMDB cannot open it ({error})", path=path) from error
         except (OSError, lmdb.Error) as error:
@@ -184,8 +186,9 @@ class Storage:
                 opened = {name: self._env.open_db(name.encode(), txn=txn) for name in schema.DATABASE_NAMES}
                 self.databases = Databases(**opened)
                 if not known:
-                    txn.put(schema.META_FORMAT, schema.u64(schema.FORMAT_VERSION), db=self.databases.meta)
-                    txn.put(schema.META_NODE, node.encode("utf-8"), db=self.databases.meta)
+                    version = schema.u64(schema.FORMAT_VERSION)
+                    txn.put(schema.META_FORMAT, schema.with_checksum(version), db=self.databases.meta)
+                    txn.put(schema.META_NODE, schema.with_checksum(node.encode("utf-8")), db=self.databases.meta)
                 self.tiers = _number_tiers(txn, self.databases, tiers)
         except lmdb.MapFullError:
             if not self.grow():
@@ -208,14 +211,17 @@ class Storage:
         version, owner = txn.get(schema.META_FORMAT, db=meta), txn.get(schema.META_NODE, db=meta)
         if version is None or owner is None:
             raise CatalogDamaged("data.mdb holds no catalog")
-        if schema.number_of(version) != schema.FORMAT_VERSION:
+        is_bare = len(version) == len(schema.u64(0))  # as before format 3
+        number = schema.number_of(version if is_bare else schema.checked(version, "format"))
+        if number != schema.FORMAT_VERSION:
             raise StartupError(
                 "the catalog was written by another release; use that one",
-                format=schema.number_of(version),
+                format=number,
                 this_release_reads=schema.FORMAT_VERSION,
             )
-        if owner.decode("utf-8") != node:
-            raise StartupError("the catalog belongs to another node", node=node, catalog_of=owner.decode("utf-8"))
+        name = schema.checked(owner, "node's id").decode("utf-8")
+        if name != node:
+            raise StartupError("the catalog belongs to another node", node=node, catalog_of=name)
 
     def read(self) -> Read:
         """A snapshot, as a context manager."""
