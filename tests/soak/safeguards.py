@@ -198,6 +198,13 @@ COMPARISONS = (
         ("tests/catalog/test_catalog_verbs.py", "tests/catalog/test_catalog_model.py"),
     ),
     Mutation(
+        "catalog: a row's checksum",
+        f"{GATEWAY}/catalog/schema.py",
+        "    if crc32c(data) != _CHECKSUM_HOLDS:\n",
+        "    if False:\n",
+        ("tests/catalog/test_catalog_damage.py",),
+    ),
+    Mutation(
         "catalog: chunk tables at fsck",
         f"{GATEWAY}/catalog/indexes.py",
         "if crc32c_of_chunks(unpack_chunk_crcs(chunks), row.chunk_size, row.size) != row.crc32c:",
@@ -381,9 +388,16 @@ COMPARISONS = (
     Mutation(
         "packs: the newest first where there is no catalog",
         f"{GATEWAY}/paths/recover.py",
-        "key=lambda file: file.shard_id or 0, reverse=True)",
-        "key=lambda file: file.shard_id or 0)",
+        "(file.session_id in committed, file.shard_id or 0), reverse=True)",
+        "(file.session_id in committed, -(file.shard_id or 0)), reverse=True)",
         ("tests/crash/test_packs_crash.py",),
+    ),
+    Mutation(
+        "recover: of two directories of a session the one that was committed",
+        f"{GATEWAY}/paths/recover.py",
+        "(file.session_id in committed, file.shard_id or 0)",
+        "(True, file.shard_id or 0)",
+        ("tests/paths/test_adopt.py",),
     ),
     Mutation(
         "export: CRC of a packed shard",
