@@ -10,6 +10,7 @@ import pytest
 
 import forebay
 from forebay.export import TierCopy, export_dir
+from forebay_gateway.catalog import schema
 from forebay_wire.manifest import Manifest
 from forebay_wire.names import session8
 from integration.conftest import Bucket, MakeGateway
@@ -209,9 +210,9 @@ def test_a_catalog_of_before_opens_and_serves(make: MakeGateway) -> None:
             for name, keep in ((b"shards", 9), (b"parts", 8)):
                 database = env.open_db(name, txn=txn)
                 for key, value in list(txn.cursor(database)):
-                    row = msgspec.msgpack.decode(value)
+                    row = msgspec.msgpack.decode(schema.checked(value, "row"))
                     assert len(row) > keep
-                    txn.put(key, msgspec.msgpack.encode(row[:keep]), db=database)
+                    txn.put(key, schema.with_checksum(msgspec.msgpack.encode(row[:keep])), db=database)
         gateway.start()
         assert client.open(RUN, STEP).read("b") == b"2" * 3000
         assert client.describe(RUN, STEP).shard_count == 2
