@@ -148,7 +148,6 @@ def test_an_open_part_with_packs_is_found_again_without_a_catalog(bench: Bench) 
     ("failpoint", "catalog"),
     some(
         list(product(("join.before_catalog", "join.before_unlink"), ("kept", "lost"))),
-        ("join.before_catalog", "lost"),
         ("join.before_unlink", "kept"),
     ),
 )

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from integration.kit import (
     eventually,
     flip_byte,
 )
+from soak.form import some
 
 NAME = "rank0/model.bin"
 DAY_S = 86400
@@ -84,8 +86,9 @@ def test_a_damaged_cache_file_is_replaced_by_itself(auto: Cluster[Bucket], saved
     assert not [alarm for alarm in auto.a.status()["alarms"] if NAME in alarm["what"]]
 
 
-@pytest.mark.parametrize("evicted", [False, True])
-@pytest.mark.parametrize("how", ["flipped", "gone"])
+@pytest.mark.parametrize(
+    ("evicted", "how"), some([*product((False, True), ("flipped", "gone"))], (False, "flipped"), (True, "gone"))
+)
 def test_a_lost_copy_on_a_tier_comes_back_by_itself(auto: Cluster[Bucket], saved: Job, evicted: bool, how: str) -> None:
     """Where the cache has evicted it, it comes from the other tier: the queue does not wait for ever."""
     if evicted:

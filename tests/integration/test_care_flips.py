@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forebay_gateway.core.layout import manifest_key, part_key
 from integration.care_kit import FlipCount, Pair, fsck, quarantine_ids, read_back, repair, scrub, verdicts
 from integration.kit import CHUNK, Job, cache_file_of, eventually
 from soak.figures import reported
+from soak.form import some
 
 NAME = "rank0/model.bin"
 CACHE_PLACES = {
@@ -94,8 +96,10 @@ def damage_object(pair: Pair, key: str, offset: int) -> None:
 TIERS = {"pfs": damage_pfs, "object": damage_object}
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("how", ["verify", "fsck", "scrub", "reading back"])
+WAYS = ("verify", "fsck", "scrub", "reading back")
+
+
+@pytest.mark.parametrize(("tier", "how"), some([*product(TIERS, WAYS)], *zip(("pfs", "object") * 2, WAYS, strict=True)))
 def test_a_bit_in_a_shard_on_a_tier(pair: Pair, saved: Job, tmp_path: Path, tier: str, how: str) -> None:
     TIERS[tier](pair, saved.key(NAME), 9 * CHUNK + 1)
     if how == "verify":

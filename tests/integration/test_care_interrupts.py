@@ -228,7 +228,7 @@ def test_a_kill_between_two_acts_of_a_command(make: MakeGateway, root: Path, tmp
     gateway.terminate()
     figures = reported("failpoints-care", crash_rounds=0, failpoints_passed=[], failpoints_known=failpoints())
     with figures as counted:
-        for name, (where, command) in every([*BETWEEN.items()], 2):
+        for name, (where, command) in every([*BETWEEN.items()], 3):
             damaged = {
                 "cache": cache_file_of(gateway, job.shards(0)[NAME]),
                 "copy": root / job.key(NAME),
@@ -359,7 +359,6 @@ MOMENTS = (
     some(
         list(product(MOMENTS, ("the command", "a start"))),
         ("durable.before_rename=kill", "a start"),
-        ("catalog.after_commit=2*kill", "the command"),
     ),
 )
 def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_path: Path, failpoint: str, by: str) -> None:
