@@ -52,7 +52,7 @@ async def uncut(act: Coroutine[Any, Any, T], *, stay: bool = False) -> T:
         raise
 
 
-def unheard(act: Coroutine[Any, Any, Any]) -> None:
+def detached(act: Coroutine[Any, Any, Any]) -> None:
     """Run `act` to its end, as uncut() does, for nobody who waits; what it raises is logged. On the event loop."""
     task = asyncio.ensure_future(act)
     _uncut.add(task)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay_gateway.base import durable, failpoints, fatal
-from forebay_gateway.base.tasks import unheard
+from forebay_gateway.base.tasks import detached
 from forebay_gateway.cache.layout import ASIDE_PREFIX, CATALOG, DATA, FATAL, CacheDir
 from forebay_gateway.catalog import Catalog, CatalogDamaged, index_problems, is_damage
 from forebay_gateway.catalog.trial import trial
@@ -241,7 +241,7 @@ def damage_met(node: Node, error: CatalogDamaged) -> None:
         f"the catalog is damaged: {error.what}",
         "restart the gateway: with cache.rebuild = 'auto' the start makes the catalog anew, else it says what to do",
     )
-    unheard(asyncio.to_thread(note_damage, node.cache.path, error))
+    detached(asyncio.to_thread(note_damage, node.cache.path, error))
 
 
 async def adopt_from_tiers(node: Node, finder: Finder) -> int:
