@@ -157,7 +157,7 @@ class Gateway:
             except BaseException as error:
                 if gateway is not None:
                     await gateway.stop(0.0)
-                if not tries or (gateway is not None and gateway.node.rebuilt):
+                if not isinstance(error, Exception) or not tries or (gateway is not None and gateway.node.rebuilt):
                     raise
                 cause = catalog_failed.result() if catalog_failed.done() else error
                 if not await is_of_the_catalog(cause, Path(config.cache.path), _names(config), config.node.id):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay import AsyncClient
 from forebay_gateway.base import failpoints
 from forebay_gateway.cache.marks import MARKS, Going, Marks, Pin, read_marks, write_marks
 from forebay_gateway.core.errors import Corrupt, ForebayError
@@ -71,12 +72,13 @@ async def test_a_rebuild_sets_them_again(tmp_path: Path) -> None:
         assert "run/3" in gateway.node.alarms["marks"][0]
         await client.pin("run", 1)  # what changes meanwhile leaves it in the document
         await client.unpin("run", 1)
-        assert read_marks(tmp_path / "cache-a").pins == (Pin("run", 3),)  # type: ignore[union-attr]
+        assert read_marks(tmp_path / "cache-a").waiting == (Pin("run", 3),)  # type: ignore[union-attr]
     async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
         await until(lambda: bool(gateway.node.usable_tiers()))
         assert {each.step: each.pinned for each in await client.checkpoints("run")} == {1: False, 2: False, 3: True}
         await client.unpin("run", 3)
-        assert read_marks(tmp_path / "cache-a").pins == ()  # type: ignore[union-attr]
+        marks = read_marks(tmp_path / "cache-a")
+        assert marks is not None and (marks.pins, marks.waiting) == ((), ())
 
 
 def read(gateway: object) -> list[tuple[str, bytes]]:
@@ -130,3 +132,25 @@ async def test_a_damaged_document_is_told_and_written_anew(tmp_path: Path) -> No
         assert "damaged" in gateway.node.alarms["marks"][0]
         assert (await client.describe("run", 1)).pinned  # the catalog knew it
     assert read_marks(tmp_path / "cache-a").pins == (Pin("run", 1),)  # type: ignore[union-attr]
+
+
+async def test_a_pin_whose_checkpoint_went_does_not_wait_and_one_that_waits_can_be_lifted(tmp_path: Path) -> None:
+    (tmp_path / "pfs").mkdir()
+    await save(tmp_path, 1)
+    cache = tmp_path / "cache-a"
+    write_marks(cache, Marks(pins=(Pin("run", 1), Pin("run", 8)), waiting=(Pin("run", 9),)))
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway, client_of(gateway) as client:
+        assert (await client.describe("run", 1)).pinned
+        marks = read_marks(cache)
+        assert marks is not None and (marks.pins, marks.waiting) == ((Pin("run", 1),), (Pin("run", 9),))
+        assert gateway.node.marks.waiting_steps("run") == {9}
+        await save_here(client, 9)
+        await client.unpin("run", 9)
+        marks = read_marks(cache)
+        assert marks is not None and marks.waiting == ()
+
+
+async def save_here(client: AsyncClient, step: int) -> None:
+    async with client.checkpoint("run", step, session="s") as part:
+        await part.put("x", b"x")
+        await part.commit()

@@ -7,10 +7,10 @@ import lmdb
 import pytest
 
 from forebay_gateway import build
-from forebay_gateway.catalog import WriteTxn, schema
+from forebay_gateway.catalog import CatalogDamaged, WriteTxn, schema
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.recover import recover
-from paths.kit import client_of, serving, tier
+from paths.kit import client_of, serving, tier, until
 
 DATA = b"w" * 100_000
 
@@ -82,3 +82,14 @@ async def test_a_sound_catalog_is_not_made_anew_for_it(tmp_path: Path, monkeypat
             pass
     assert await restores(tmp_path) == ""
     assert not list((tmp_path / "cache-a").glob("catalog.damaged-*"))
+
+
+async def test_damage_counts_against_no_tier(tmp_path: Path) -> None:
+    """Who looks for a checkpoint on a tier meets it in the catalog: the tier is as good as before."""
+    (tmp_path / "pfs").mkdir()
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway:
+        (pfs,) = gateway.node.tiers.values()
+        await until(lambda: pfs.usable)
+        with pytest.raises(CatalogDamaged):
+            pfs.failed(CatalogDamaged("a value is no ShardRow"))
+        assert pfs.usable

@@ -38,6 +38,7 @@ class Marks(msgspec.Struct, frozen=True):
     pins: tuple[Pin, ...] = ()
     going: tuple[Going, ...] = ()
     settings: dict[str, bytes] = {}
+    waiting: tuple[Pin, ...] = ()  # pins of checkpoints that a rebuild of the catalog did not find
 
 
 class _Document(msgspec.Struct, frozen=True):

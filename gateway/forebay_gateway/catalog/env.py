@@ -318,8 +318,8 @@ class Catalog:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to the caller, whatever it is
             job.error = as_damage(error) or error
-            if isinstance(job.error, CatalogDamaged):
-                self._storage.on_damage(job.error)
+            if isinstance(error, CatalogDamaged):
+                self._storage.on_damage(error)
 
     def _refuse(self, jobs: Sequence[_Job], error: Unavailable | CacheFull) -> int:
         for job in jobs:

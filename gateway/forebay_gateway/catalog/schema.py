@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import lmdb
 import msgspec
 
-from forebay_gateway.core.errors import InvalidArgument, StartupError
+from forebay_gateway.core.errors import Damaged, InvalidArgument
 from forebay_gateway.core.records import (
     CheckpointRow,
     CopyRow,
@@ -39,7 +39,7 @@ else:  # the binding's classes are generic in its stubs only
     Database, Transaction = lmdb._Database, lmdb.Transaction
 
 
-class CatalogDamaged(StartupError):
+class CatalogDamaged(Damaged):
     """The catalog's file or a row in it cannot be trusted; it is to be rebuilt from the cache's files."""
 
     def __init__(self, what: str, **details: Any) -> None:

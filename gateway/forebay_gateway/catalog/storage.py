@@ -109,7 +109,8 @@ class Read(contextlib.AbstractContextManager[ReadTxn]):
         overstayed = not self._open
         self._end(_ENDED)
         if error is not None and (damage := as_damage(error)) is not None:
-            self._storage.on_damage(damage)
+            if not isinstance(error, _NO_ROW):
+                self._storage.on_damage(damage)
             raise damage from error
         if isinstance(error, CatalogDamaged):
             self._storage.on_damage(error)
@@ -139,7 +140,8 @@ class Storage:
         self.file_bytes = os.fstat(self._file).st_size
         self.databases: Databases
         self.tiers: TierNumbers
-        self.on_damage: Callable[[CatalogDamaged], None] = lambda error: None  # called on any thread
+        # Called on any thread; not for what no codec checks: that may also be an argument that nothing can be packed of.
+        self.on_damage: Callable[[CatalogDamaged], None] = lambda error: None
 
     @classmethod
     def open(cls, path: Path, tiers: Sequence[str], node: str, limits: Limits) -> "Storage":

@@ -107,6 +107,10 @@ class StartupError(ForebayError):
     kind = "failed_precondition"
 
 
+class Damaged(StartupError):
+    """What this node keeps for itself cannot be trusted any more. Never a tier's doing."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """An error as it crosses from a mover process to the front."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from forebay_gateway.base.recent import Recent
 from forebay_gateway.base.tasks import uncut
-from forebay_gateway.catalog import CatalogDamaged, WriteTxn
+from forebay_gateway.catalog import WriteTxn
 from forebay_gateway.core.errors import AlreadyExists, Corrupt, ForebayError, Incomplete, NotFound, Unavailable
 from forebay_gateway.core.layout import (
     CONTROL_DIR,
@@ -93,8 +93,6 @@ class Finder:
             except Corrupt as error:
                 damaged = error
                 continue
-            except CatalogDamaged:
-                raise
             except ForebayError as error:
                 tier.failed(error)
                 continue
@@ -222,8 +220,6 @@ class Finder:
                     await self._adopt(tier, session.run, session.step)
                 except Corrupt as error:
                     log.warning("a manifest is damaged tier=%s error=%s", tier.name, error)
-                except CatalogDamaged:
-                    raise
                 except ForebayError as error:
                     tier.failed(error)
                 self._ask_again_s[tier.name, session.id] = self._node.clock.monotonic() + ASK_AGAIN_S

@@ -60,7 +60,7 @@ class MarkKeeper:
         self._marks: Marks | None = None
         self._document: Marks | None = None  # as far as is known: what the last write made
         self._is_behind = False  # a mark stands in the catalog only
-        self._waiting: frozenset[Pin] = frozenset()  # pins in the document, of checkpoints that the catalog does not know
+        self._waiting: frozenset[Pin] = frozenset()  # in the document alone: see Marks
 
     async def change(self, change: Callable[[Marks], Marks], act: Callable[[WriteTxn], T], *, spare: bool = False) -> T:
         """The document as `change` makes it, durable; then `act` in the catalog. Raises as both do.
@@ -71,22 +71,25 @@ class MarkKeeper:
 
     async def _change(self, change: Callable[[Marks], Marks], act: Callable[[WriteTxn], T], spare: bool) -> T:
         async with self._lock:
-            before = self._known()
+            before, waited = self._known(), self._waiting
             after = change(before)
+            self._waiting = waited.intersection(change(Marks(tuple(waited))).pins).difference(after.pins)
             try:
                 # What changes nothing must not write the document: before restore() it may know more than the catalog does.
-                if after != before or self._is_behind:
+                if after != before or self._waiting != waited or self._is_behind:
                     await self._write(after)
                     self._is_behind = False
                     failpoints.hit("marks.before_catalog")
             except DiskFull as error:
                 if not spare:
+                    self._waiting = waited
                     raise
                 self._is_behind = True
                 log.warning("a mark stands in the catalog only, until there is space again error=%s", error)
             try:
                 done = await self._catalog.write(act, frees=spare)
             except ForebayError:
+                self._waiting = waited
                 if not self._catalog.is_failed:
                     await self._try_write(before)
                 raise
@@ -121,8 +124,15 @@ class MarkKeeper:
             if self._marks != known:
                 await self._try_write(self._marks)
 
-    async def restore(self) -> Restored:
-        """Set the marks again that the catalog does not have, for checkpoints that are there; the document then follows it."""
+    def waiting_steps(self, run: str) -> set[int]:
+        """Steps of the run whose pins wait for their checkpoints."""
+        return {pin.step for pin in self._waiting if pin.run == run}
+
+    async def restore(self, rebuilt: bool) -> Restored:
+        """Set the marks again that the catalog does not have, for checkpoints that are there; the document then follows it.
+
+        Pins of others wait where the catalog was `rebuilt`, and are dropped else: those checkpoints went.
+        """
         try:
             document = await asyncio.to_thread(read_marks, self._cache.path)
         except Corrupt as error:
@@ -133,7 +143,7 @@ class MarkKeeper:
             self._document = None if problem else document
             restored = Restored(problem=problem)
             if document is not None and self._known() != document:
-                restored = replace(await self._catalog.write(partial(_apply, document), frees=True), problem=problem)
+                restored = replace(await self._catalog.write(partial(_apply, document, rebuilt), frees=True), problem=problem)
             self._marks = None
             self._waiting = frozenset(restored.waiting)
             if document is not None or self._known() != Marks():  # a first start leaves no document
@@ -148,8 +158,7 @@ class MarkKeeper:
             log.info("the document of marks could not be written error=%s", error)
 
     async def _write(self, marks: Marks) -> None:
-        if self._waiting:
-            marks = structs.replace(marks, pins=tuple(sorted({*marks.pins, *self._waiting})))
+        marks = structs.replace(marks, waiting=tuple(sorted(self._waiting)))
         if marks != self._document:
             self._document = None
             await asyncio.to_thread(write_marks, self._cache.path, marks)
@@ -227,12 +236,13 @@ async def restore_settings(cache: CacheDir, catalog: Catalog) -> None:
         await catalog.write(act, frees=True)
 
 
-def _apply(marks: Marks, txn: WriteTxn) -> Restored:
+def _apply(marks: Marks, rebuilt: bool, txn: WriteTxn) -> Restored:
     waiting = []
-    for pin in marks.pins:
+    for pin in {*marks.pins, *marks.waiting}:
         row = txn.checkpoint(pin.run, pin.step)
         if row is None:
-            waiting.append(pin)
+            if rebuilt or pin in marks.waiting:
+                waiting.append(pin)
         elif not row.pinned:
             txn.set_pinned(pin.run, pin.step, True)
     for going in marks.going:
@@ -240,4 +250,4 @@ def _apply(marks: Marks, txn: WriteTxn) -> Restored:
         # Else it has ended, or was begun anew by a session that nobody asked to delete.
         if row is not None and not row.deleting and set(row.session_ids) <= set(going.session_ids):
             txn.mark_deleting(going.run, going.step)
-    return Restored(tuple(waiting))
+    return Restored(tuple(sorted(waiting)))

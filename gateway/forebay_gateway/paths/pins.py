@@ -72,7 +72,7 @@ async def pinned_steps(node: Node, tier: MonitoredTier, run: str) -> set[int]:
     another node must know before it acts. Raises as the tier does."""
     with node.catalog.read() as txn:
         known = {row.step: row for row in txn.checkpoints(run)}
-    mine = {step for step, row in known.items() if row.pinned}
+    mine = {step for step, row in known.items() if row.pinned} | node.marks.waiting_steps(run)
     listing = await tier.tier.list(pins_dir(run))
     keys = {info.key for info in listing.objects}
     told = {step for key in keys if (step := parse_pin_key(key)) is not None and key == pin_key(run, step, node.id)}

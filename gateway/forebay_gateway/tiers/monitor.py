@@ -12,6 +12,7 @@ from forebay_gateway.base.metrics import Rate
 from forebay_gateway.core.errors import (
     AlreadyExists,
     Corrupt,
+    Damaged,
     DiskFull,
     ForebayError,
     InvalidArgument,
@@ -115,7 +116,12 @@ class MonitoredTier:
                 listener()
 
     def failed(self, error: BaseException) -> None:
-        """Something failed on it. Errors that belong to one object alone, or to this node's disk, do not count against it."""
+        """Something failed on it. Errors that belong to one object alone, or to this node's disk, do not count against it.
+
+        Damaged is raised again: who met it may not go on.
+        """
+        if isinstance(error, Damaged):
+            raise error
         if not isinstance(error, (*OF_ONE_OBJECT, DiskFull)):
             self._is_not_there(error)
 

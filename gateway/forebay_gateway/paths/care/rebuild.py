@@ -204,13 +204,17 @@ async def is_of_the_catalog(error: BaseException, path: Path, tiers: Sequence[st
     if is_damage(error):
         await asyncio.to_thread(note_damage, path, error)
         return True
-    if not isinstance(error, Exception) or isinstance(error, ForebayError | OSError):
+    if isinstance(error, ForebayError | OSError):
         return False
     log.warning("the start failed in a way that a sound catalog does not explain; all of it is read error=%r", error)
     try:
         why = await whole_look(path, tiers, node)
-    except StartupError as other:
+    except (ForebayError, OSError) as other:
         log.warning("the catalog could not be looked at error=%s", other)
+        return False
+    except Exception as other:  # noqa: BLE001 - the look stumbles as the start did, over what no check has thought of
+        why = f"a look at all of it fails ({other!r})"
+    if why == CUT_OFF:  # what a rebuild has begun goes on
         return False
     if why:
         await asyncio.to_thread(note_damage, path, CatalogDamaged(why))
@@ -234,6 +238,7 @@ def tell(node: Node, rebuilt: Rebuilt) -> None:
 
 def damage_met(node: Node, error: CatalogDamaged) -> None:
     """A running gateway stumbled over it, and goes on with what can be read: told, and noted for the next start."""
+    detached(asyncio.to_thread(_note_once, node.cache.path, error))
     if "catalog-damaged" in node.alarms:
         return
     log.error("%s", error)
@@ -241,7 +246,12 @@ def damage_met(node: Node, error: CatalogDamaged) -> None:
         f"the catalog is damaged: {error.what}",
         "restart the gateway: with cache.rebuild = 'auto' the start makes the catalog anew, else it says what to do",
     )
-    detached(asyncio.to_thread(note_damage, node.cache.path, error))
+
+
+def _note_once(path: Path, error: CatalogDamaged) -> None:
+    """Tried again whenever it is met, until it is noted: the disk may have been full."""
+    if not (path / CATALOG / SUSPECT).exists():
+        note_damage(path, error)
 
 
 async def adopt_from_tiers(node: Node, finder: Finder) -> int:
