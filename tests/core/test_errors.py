@@ -25,7 +25,7 @@ def all_kinds(cls: type[ForebayError]) -> set[type[ForebayError]]:
 
 def test_every_kind_of_the_module_is_tested_here() -> None:
     own = {cls for cls in all_kinds(ForebayError) if cls.__module__ == errors.__name__}
-    assert own == {*TRAVELLERS, ForebayError, errors.StartupError, errors.DiskFull, errors.DiskFailed}
+    assert own == {*TRAVELLERS, ForebayError, errors.StartupError, errors.Damaged, errors.DiskFull, errors.DiskFailed}
     assert len({cls.kind for cls in own}) == len(own) - 2
     assert errors.DiskFull.kind == errors.CacheFull.kind  # a caller acts on it as on any full cache
     assert errors.DiskFailed.kind == errors.Unavailable.kind  # as on anything that is away
