@@ -59,7 +59,7 @@ class Rebuild:
     checkpoints: int = 0  # known after it
     from_tiers: int = 0  # of those, on tiers that could be reached
     unreachable: tuple[str, ...] = ()
-    marks_lost: str = ""  # pins and the like that could not be set again
+    marks_lost: str = ""  # what of pins and deletions is lost, or waits for its checkpoint
 
 
 def fsck(config_path: str | None, deep: bool) -> list[dict[str, Any]]:

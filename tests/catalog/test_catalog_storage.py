@@ -498,9 +498,8 @@ async def test_a_pass_over_all_rows_does_not_stay_resident(tmp_path: Path, monke
         with catalog.read() as txn:
             rows = list(txn.all_shards())
         before = resident_kib()
-        monkeypatch.setattr(
-            "forebay_gateway.catalog.storage.MAPPED_BYTES_MAX", 1 << 40
-        )  # whatever else this process has mapped
+        # Whatever else this process has mapped.
+        monkeypatch.setattr("forebay_gateway.catalog.storage.MAPPED_BYTES_MAX", 1 << 40)
         catalog._storage.drop_mapped()
         assert resident_kib() == before > 400  # few pages may stay
         monkeypatch.setattr("forebay_gateway.catalog.storage.MAPPED_BYTES_MAX", 0)

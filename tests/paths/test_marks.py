@@ -10,6 +10,7 @@ from forebay import AsyncClient
 from forebay_gateway.base import failpoints
 from forebay_gateway.cache.marks import MARKS, Going, Marks, Pin, read_marks, write_marks
 from forebay_gateway.core.errors import Corrupt, ForebayError
+from forebay_gateway.paths.pins import pinned_steps
 from paths.kit import client_of, serving, tier, until
 
 FULL = Marks((Pin("a/b", 1),), (Going("a/b", 2, (3, 4)),), {"held:pfs": b"1", "root:pfs:/x": b"\x00\xff"})
@@ -154,3 +155,14 @@ async def save_here(client: AsyncClient, step: int) -> None:
     async with client.checkpoint("run", step, session="s") as part:
         await part.put("x", b"x")
         await part.commit()
+
+
+async def test_a_pin_that_waits_keeps_its_checkpoint_on_the_tier(tmp_path: Path) -> None:
+    (tmp_path / "pfs").mkdir()
+    await save(tmp_path, 1)
+    write_marks(tmp_path / "cache-a", Marks(waiting=(Pin("run", 9),)))
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway:
+        (pfs,) = gateway.node.tiers.values()
+        await until(lambda: pfs.usable)
+        assert await pinned_steps(gateway.node, pfs, "run") == {9}
+        assert len(list((tmp_path / "pfs" / ".forebay" / "pins").rglob("000000000009*"))) == 1

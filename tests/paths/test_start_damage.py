@@ -7,7 +7,10 @@ import lmdb
 import pytest
 
 from forebay_gateway import build
+from forebay_gateway.base import failpoints
+from forebay_gateway.base.tasks import uncut_ended
 from forebay_gateway.catalog import CatalogDamaged, WriteTxn, schema
+from forebay_gateway.paths.care.rebuild import damage_met, is_of_the_catalog
 from forebay_gateway.paths.node import Node
 from forebay_gateway.paths.recover import recover
 from paths.kit import client_of, serving, tier, until
@@ -93,3 +96,26 @@ async def test_damage_counts_against_no_tier(tmp_path: Path) -> None:
         with pytest.raises(CatalogDamaged):
             pfs.failed(CatalogDamaged("a value is no ShardRow"))
         assert pfs.usable
+
+
+@pytest.mark.expected_logs("the catalog is damaged")
+async def test_a_note_that_the_disk_refused_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "pfs").mkdir()
+    note, damage = tmp_path / "cache-a" / "catalog" / "suspect", CatalogDamaged("a value is no ShardRow")
+    async with serving(tmp_path, tier(tmp_path / "pfs")) as gateway:
+        with failpoints.armed("durable.before_fsync=all*error:ENOSPC"):
+            damage_met(gateway.node, damage)
+            await uncut_ended(5.0)
+        assert not note.exists() and "catalog-damaged" in gateway.node.alarms
+        damage_met(gateway.node, damage)
+        await uncut_ended(5.0)
+        assert note.exists()
+
+
+@pytest.mark.expected_logs("a sound catalog does not explain")
+async def test_a_rebuild_that_is_not_done_is_no_damage(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    cache = tmp_path / "cache-a"
+    (cache / "catalog" / "rebuilding").write_text("asked for\n")
+    assert not await is_of_the_catalog(KeyError("w"), cache, ["pfs"], "a")
+    assert not (cache / "catalog" / "suspect").exists()
