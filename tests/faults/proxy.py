@@ -59,6 +59,7 @@ class Fault:
     lose: pass on, then close without an answer. slow: pass on, and answer in pieces during `delay_s`.
     answer: do not pass on (after=False) or pass on first (after=True), then give this status and S3 error code.
     foreign: a login page instead, with status 200. empty: status 200 and no body. cut: half of the answer's body.
+    bare: an XML answer of the right shape in which keys, upload ids and ETags are not.
     etag, checksum: the answer with another one. damage: one bit of the answer's body is other.
     undeleted: a deletion of many is not passed on, and the answer (200) names each key with this S3 error code.
     stale-absent, stale-size, stale-bytes: a HEAD's answer from before the object was there, or was this one.
@@ -264,6 +265,8 @@ async def _in_pieces(fault: Fault, request: web.Request, answer: _Answer, transp
 
 def _altered(fault: Fault, request: web.Request, answer: _Answer) -> web.Response:
     headers, body, status = dict(answer.headers), answer.body, answer.status
+    if fault.kind == "bare":
+        body = re.sub(rb"<(Key|UploadId|ETag)>[^<]*</\1>", b"", body)
     if fault.kind in ("etag", "stale-size", "stale-bytes"):
         _put_header(headers, "etag", _OTHER_ETAG)
         body = re.sub(rb"<ETag>.*?</ETag>", f"<ETag>{_OTHER_ETAG}</ETag>".encode(), body)

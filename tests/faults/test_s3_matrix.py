@@ -14,7 +14,7 @@ import pytest_asyncio
 from conformance.tier_kit import BytesSource, blob, s3_settings
 from faults.proxy import FOREVER, Fault, FaultyProxy, call_of, faulty_proxy
 from faults.results import SOAK, cell
-from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, cells
+from faults.s3_matrix import ATTEMPTS, NO_BODY_SENT, Cell, Kind, cells, probe_cells
 from forebay.demo.seaweedfs import SeaweedFS
 from forebay_gateway.base.clock import SystemClock
 from forebay_gateway.core.errors import ForebayError, Unavailable
@@ -261,12 +261,13 @@ async def test_fault_that_strikes_once_is_overcome(bench: Bench, quick: None, ea
                 await bench.proxy.clear()
 
 
-@pytest.mark.parametrize("fault", [each for each in cells() if each.act.name == "put"][:: 1 if SOAK else 3], ids=str)
-async def test_probe_never_claims_more_than_is_true(bench: Bench, quick: None, fault: Cell) -> None:
-    """A fault during the probe: it fails, or what it says holds."""
-    with cell("s3 probe", fault.kind.name):
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize(("call", "kind"), probe_cells(), ids=lambda value: getattr(value, "name", value))
+async def test_probe_never_claims_more_than_is_true(bench: Bench, quick: None, call: str, kind: Kind, lasts: bool) -> None:
+    """A fault during the probe: it fails as a tier does, or what it says holds. What else it raised would end the gateway."""
+    with cell("s3 probe", call, kind.name, "lasting" if lasts else "once"):
         tier = _tier(bench.server, bench.proxy)
-        bench.proxy.faults = [fault.kind.fault(lambda request: True, 1)]
+        bench.proxy.faults = [kind.fault(lambda request: call_of(request) == call, FOREVER if lasts else 1)]
         try:
             found: Capabilities | None = await tier.probe()
         except ForebayError:

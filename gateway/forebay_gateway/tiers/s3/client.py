@@ -22,14 +22,19 @@ _SPARE_CONNECTIONS = 6
 
 # What no answer of a store lacks. One without it came from something else on the way, or broke off.
 _HELD_BY_ANSWERS = {
-    "put_object": "ETag",
-    "head_object": "ETag",
-    "get_object": "ETag",
-    "create_multipart_upload": "UploadId",
-    "upload_part": "ETag",
-    "complete_multipart_upload": "ETag",
-    "list_objects_v2": "IsTruncated",
-    "list_multipart_uploads": "IsTruncated",
+    "put_object": ("ETag",),
+    "head_object": ("ETag", "ContentLength"),
+    "get_object": ("ETag", "ContentLength"),
+    "create_multipart_upload": ("UploadId",),
+    "upload_part": ("ETag",),
+    "complete_multipart_upload": ("ETag",),
+    "list_objects_v2": ("IsTruncated",),
+    "list_multipart_uploads": ("IsTruncated",),
+}
+# And none of the entries that it lists.
+_HELD_BY_ENTRIES: dict[str, dict[str, tuple[str, ...]]] = {
+    "list_objects_v2": {"Contents": ("Key", "Size", "ETag"), "CommonPrefixes": ("Prefix",)},
+    "list_multipart_uploads": {"Uploads": ("Key", "UploadId", "Initiated")},
 }
 # Only these ask about one object that may be absent.
 _MAY_MISS = frozenset({"head_object", "get_object", "delete_object"})
@@ -114,7 +119,7 @@ class S3Client:
         Nothing but a condition can fail with AlreadyExists, nothing but a question about an object with NotFound.
         """
         try:
-            answer = await self.attempt(operation, key, body_bytes=body_bytes, **parameters)
+            return await self.attempt(operation, key, body_bytes=body_bytes, **parameters)
         except (AlreadyExists, NotFound) as error:
             if not parameters.keys().isdisjoint(("IfMatch", "IfNoneMatch")):
                 raise
@@ -123,16 +128,10 @@ class S3Client:
             raise Unavailable(
                 f"the object store gave no sensible answer: {error.sentence}", **error.details
             ) from error.__cause__
-        held = _HELD_BY_ANSWERS.get(operation)
-        if held is not None and answer.get(held) in (None, ""):
-            if operation == "get_object":
-                answer["Body"].close()
-            sentence = "the answer is not that of an object store"
-            raise Unavailable(sentence, tier=self.tier, key=key, operation=operation, lacks=held)
-        return answer
 
     async def attempt(self, operation: str, key: str = "", *, body_bytes: int = 0, **parameters: Any) -> dict[str, Any]:
-        """One request about `key` ("" for the bucket). Raises what the error table says.
+        """One request about `key` ("" for the bucket). Raises what the error table says, and Unavailable where the answer lacks
+        what the answer of an object store has.
 
         Times out as a whole, so that neither a stalled upload nor a full pool can hang.
         """
@@ -144,6 +143,11 @@ class S3Client:
                 answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.settings.bucket, **parameters)
         except Exception as error:
             raise await self._settled(translate(error, self.tier, key, operation, self.clock.wall()), error, key) from error
+        if lacks := _lacking(operation, answer):
+            if operation == "get_object":
+                answer["Body"].close()
+            sentence = "the answer is not that of an object store"
+            raise Unavailable(sentence, tier=self.tier, key=key, operation=operation, lacks=lacks)
         self._bucket_seen = True
         return answer
 
@@ -189,3 +193,16 @@ class S3Client:
         if client is not None:
             await self._stack.aclose()
             self._stack = AsyncExitStack()
+
+
+def _lacking(operation: str, answer: dict[str, Any]) -> str:
+    """The first member that is not there and must be; empty where all are."""
+    for name in _HELD_BY_ANSWERS.get(operation, ()):
+        if answer.get(name) in (None, ""):
+            return name
+    for listed, names in _HELD_BY_ENTRIES.get(operation, {}).items():
+        for entry in answer.get(listed, ()):
+            for name in names:
+                if entry.get(name) in (None, ""):
+                    return f"{listed}.{name}"
+    return ""
