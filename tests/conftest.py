@@ -17,6 +17,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forebay.demo.gateways import GatewayProcess
+from forks import ForkServer
 from soak.form import OWN
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _WATCHED_LOGGERS = ("forebay", "forebay_gateway", "forebay_wire", "asyncio")
 # Tests leave it to the gateway to make its directories; and one that is restarted may take its time on a busy machine.
 _MEANT = ("directory was not there, and was made", "trying again for up to")
 _WATCHED_FOLDERS = ("integration", "crash")
+_FORKS = ForkServer()
 _GRACE_S = 3.0
 
 
@@ -46,6 +49,15 @@ def no_process_inherits_the_tests_own_variables() -> Iterator[None]:
     taken = {name: os.environ.pop(name) for name in OWN if name in os.environ}
     yield
     os.environ.update(taken)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gateways_and_commands_are_forks(no_process_inherits_the_tests_own_variables: None) -> Iterator[None]:
+    """Of a process that has loaded them: see forks.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatewayProcess, "launch", staticmethod(_FORKS.start))
+        yield
+    _FORKS.close()
 
 
 class ExpectedLogs(logging.Handler):
@@ -123,15 +135,19 @@ def _open_files() -> dict[str, str]:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except FileNotFoundError:
             continue  # the listing's own
+        if int(descriptor) == _FORKS.descriptor:
+            continue
         if target.startswith("socket:") or (target.startswith("/") and not target.startswith(("/dev/", "/proc/"))):
             found[f"{descriptor} {target}"] = target
     return found
 
 
 def _children() -> dict[int, str]:
-    """Living children and theirs, without the tracker that multiprocessing starts."""
+    """Living children and theirs, without the tracker that multiprocessing starts and the process that forks."""
     found = {}
     for child in psutil.Process().children(recursive=True):
+        if child.pid == _FORKS.pid:
+            continue
         try:
             command = " ".join(child.cmdline())
             if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:

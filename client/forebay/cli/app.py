@@ -138,7 +138,8 @@ def _tell_usage(error: Any) -> int:
     return exits.USAGE
 
 
-def _assemble() -> None:
+def assemble() -> None:
+    """Load every command group."""
     for group in _GROUPS:
         name = f"forebay.cli.{group}"
         if find_spec(name) is not None:  # demo comes with the source tree only
@@ -148,7 +149,7 @@ def _assemble() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit code."""
     if not app.registered_commands:
-        _assemble()
+        assemble()
 
     def command() -> int | None:
         try:

@@ -10,11 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, ClassVar, Protocol
 
 import grpc
 
@@ -48,8 +49,39 @@ def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_SETTINGS)}
 
 
+class Process(Protocol):
+    """What is used of subprocess.Popen."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Nothing where it has ended."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+class Launch(Protocol):
+    """Starts `forebay`."""
+
+    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]) -> Process: ...
+
+
+def execute(arguments: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]) -> Process:
+    """`forebay` with `arguments`."""
+    return subprocess.Popen([str(FOREBAY), *arguments], stdout=out, stderr=err, env=environment)
+
+
 class GatewayProcess:
     """One gateway below `directory`; `start`, `kill`, `terminate` may alternate."""
+
+    launch: ClassVar[Launch] = staticmethod(execute)
 
     def __init__(
         self,
@@ -75,7 +107,7 @@ class GatewayProcess:
             f'[node]\nid = "{node}"\nlisten = ["{self.address}"]\nruntime_dir = "{directory}/run-{node}"\n{node_keys}\n'
             f'[cache]\npath = "{self.cache}"\ncapacity = "{capacity}"\n{cache_keys}\n' + "\n".join(tiers)
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
 
     def start(self, *, failpoints: str = "", ready: bool = True) -> "GatewayProcess":
         """Start, and wait until it answers."""
@@ -83,9 +115,7 @@ class GatewayProcess:
         if failpoints:
             environment["FOREBAY_FAILPOINTS"] = failpoints
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(FOREBAY), "serve", "--config", str(self.config)], stdout=log, stderr=log, env=environment
-            )
+            self.process = self.launch(["serve", "--config", str(self.config)], environment, log, log)
         if ready:
             self.wait_ready()
         return self
@@ -147,13 +177,17 @@ class GatewayProcess:
 
     def cli(self, *arguments: str, check: bool = True, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """The command line against this gateway."""
-        result = subprocess.run(
-            [str(FOREBAY), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env={**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address},
-        )
+        environment = {**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = self.launch(arguments, environment, out, err)
+            try:
+                code = process.wait(timeout_s)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            said = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (out, err)]
+        result = subprocess.CompletedProcess(arguments, code, *said)
         if check and result.returncode:
             raise AssertionError(f"forebay {' '.join(arguments)} -> {result.returncode}: {result.stderr}")
         return result

@@ -55,7 +55,17 @@ def _parse(text: str) -> dict[str, _Point]:
     return points
 
 
-_points = _parse(os.environ.get(ENVIRONMENT, ""))
+_points: dict[str, _Point] = {}
+
+
+def arm(text: str) -> None:
+    """These failpoints, and no others. Raises ValueError for a text that makes no sense."""
+    found = _parse(text)
+    _points.clear()
+    _points.update(found)
+
+
+arm(os.environ.get(ENVIRONMENT, ""))
 
 
 def hit(name: str) -> None:
@@ -68,8 +78,7 @@ def hit(name: str) -> None:
 def armed(text: str) -> Iterator[None]:
     """For tests inside one process: these failpoints, and no others, while the block runs."""
     before = dict(_points)
-    _points.clear()
-    _points.update(_parse(text))
+    arm(text)
     try:
         yield
     finally:
