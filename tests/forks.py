@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from forebay.cli import for_grpc
 from forebay.demo.gateways import FOREBAY, Process, execute
 
 # Read when they are asked for. Others may matter to the interpreter, to libc or to a library that is loaded.
-_READ_LATE = ("FOREBAY_", "AWS_", "XDG_", "HOME")
+_READ_LATE = ("FOREBAY_", "AWS_", "XDG_", "HOME", "PYTEST_")
 _MESSAGE_MAX = 1 << 20
 
 
@@ -123,7 +124,9 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environment = dict(os.environ)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=self._environment
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=for_grpc(self._environment),
         )
         theirs.close()
 

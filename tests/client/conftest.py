@@ -4,8 +4,9 @@ Both must behave alike; a test that asks for `gateway` runs against each, the re
 the first alone, for injected faults.
 """
 
+import os
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,20 +16,21 @@ import pytest
 
 from client.lanes import FdClient, StreamClient
 from forebay import Client, ForebayError
+from forebay.demo.gateways import GatewayProcess, Process
 from forebay.testing import MemoryGateway
 
 _START_S_MAX = 30.0
 
 
 class RealGateway:
-    """`forebay serve` in a subprocess. Data stays over restart()."""
+    """`forebay serve` in a process of its own. Data stays over restart()."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         # Socket paths have a short limit; tmp_path may be long, so the socket is named relative to nothing but itself.
         self.socket = directory / "g.sock"
         self.address = f"unix://{self.socket}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         for name in ("cache", "pfs"):
             (directory / name).mkdir()
         self._config = directory / "gateway.toml"
@@ -40,8 +42,7 @@ class RealGateway:
 
     def start(self) -> None:
         with (self.directory / "gateway.log").open("ab") as log:
-            command = [sys.executable, "-c", "from forebay.cli import main; main()", "serve", "--config", str(self._config)]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = GatewayProcess.launch(["serve", "--config", str(self._config)], os.environ, log, log)
         deadline_s = time.monotonic() + _START_S_MAX
         with Client(self.address, retry_timeout=0) as client:
             while True:
@@ -56,7 +57,7 @@ class RealGateway:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(30)
             except subprocess.TimeoutExpired:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,14 @@ def failing(gateway: GatewayProcess, failpoints: str) -> Iterator[None]:
 
 def interrupted(gateway: GatewayProcess, arguments: list[str], when: Callable[[], object]) -> subprocess.CompletedProcess[str]:
     """The command, sent SIGINT as soon as `when` gives something true."""
-    environment = {**os.environ, **gateway.environment, "FOREBAY_ADDRESS": gateway.address}
-    with subprocess.Popen(
-        [str(FOREBAY), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            deadline_s = time.monotonic() + 30
-            while not when():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline_s, "it does not come so far"
-                time.sleep(0.01)
-            process.send_signal(2)
-            out, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    with gateway.begun(*arguments) as command:
+        deadline_s = time.monotonic() + 30
+        while not when():
+            assert command.process.poll() is None, command.finish(0)
+            assert time.monotonic() < deadline_s, "it does not come so far"
+            time.sleep(0.01)
+        command.process.send_signal(2)
+        return command.finish(30)
 
 
 class Patient:
@@ -177,17 +170,11 @@ def test_a_killed_gateway(patient: Patient, tmp_path: Path) -> None:
             gateway.terminate()
             counted["crash_rounds"] += 1
     patient.start("seal.before_rename=sleep:5")
-    with subprocess.Popen(
-        [str(FOREBAY), "repair", "--apply"],
-        env={**os.environ, "FOREBAY_ADDRESS": gateway.address},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as repairing:
+    with gateway.begun("repair", "--apply") as repairing:
         eventually(patient.fetching)
         gateway.kill()
-        _, err = repairing.communicate(timeout=30)
-        assert repairing.returncode == 5 and len(err.strip().splitlines()) == 1, err
+        told = repairing.finish(30)
+        assert told.returncode == 5 and len(told.stderr.strip().splitlines()) == 1, told
     gateway.start()
     assert len(patient.quarantine) == 1  # as before
     assert gateway.cli(*GC, check=False).returncode == 0
@@ -387,18 +374,11 @@ def test_a_rebuild_that_is_killed_goes_on(lost: tuple[GatewayProcess, Job], tmp_
 def test_two_rebuilds_at_once(lost: tuple[GatewayProcess, Job], tmp_path: Path) -> None:
     """The second finds the cache's lock taken, or comes so late that there is nothing left to rebuild."""
     gateway, job = lost
-    with failing(gateway, "catalog.before_commit=2*sleep:2"):
-        slow = subprocess.Popen(
-            [str(FOREBAY), "rebuild", "--config", str(gateway.config), "--apply", "--force"],
-            env={**os.environ, **gateway.environment},
-            stdout=subprocess.DEVNULL,
-        )
-    try:
+    with ExitStack() as running:
+        with failing(gateway, "catalog.before_commit=2*sleep:2"):
+            slow = running.enter_context(gateway.begun("rebuild", "--config", str(gateway.config), "--apply", "--force"))
         eventually((gateway.cache / "catalog.damaged-1" / "data.mdb").exists)
         eventually((gateway.cache / "catalog" / "data.mdb").exists)
-        assert_refused(rebuild(gateway, "--force"), 5, f"pid={slow.pid}")
-        assert slow.wait(30) == 0
-    finally:
-        slow.kill()
-        slow.wait()
+        assert_refused(rebuild(gateway, "--force"), 5, f"pid={slow.process.pid}")
+        assert slow.finish(30).returncode == 0
     check_rebuilt(gateway, job, tmp_path / "restored")

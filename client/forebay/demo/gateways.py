@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, Protocol
@@ -76,6 +77,22 @@ class Launch(Protocol):
 def execute(arguments: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]) -> Process:
     """`forebay` with `arguments`."""
     return subprocess.Popen([str(FOREBAY), *arguments], stdout=out, stderr=err, env=environment)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A `forebay` command under way, and the files that it writes to."""
+
+    arguments: Sequence[str]
+    process: Process
+    out: IO[bytes]
+    err: IO[bytes]
+
+    def finish(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """What came of it. Raises subprocess.TimeoutExpired."""
+        code = self.process.wait(timeout_s)
+        said = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (self.out, self.err)]
+        return subprocess.CompletedProcess(self.arguments, code, *said)
 
 
 class GatewayProcess:
@@ -177,20 +194,23 @@ class GatewayProcess:
 
     def cli(self, *arguments: str, check: bool = True, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """The command line against this gateway."""
-        environment = {**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address}
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            process = self.launch(arguments, environment, out, err)
-            try:
-                code = process.wait(timeout_s)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-            said = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (out, err)]
-        result = subprocess.CompletedProcess(arguments, code, *said)
+        with self.begun(*arguments) as command:
+            result = command.finish(timeout_s)
         if check and result.returncode:
             raise AssertionError(f"forebay {' '.join(arguments)} -> {result.returncode}: {result.stderr}")
         return result
+
+    @contextlib.contextmanager
+    def begun(self, *arguments: str) -> Iterator["Command"]:
+        """A command under way against this gateway; it has ended when the block is left."""
+        environment = {**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            command = Command(arguments, self.launch(arguments, environment, out, err), out, err)
+            try:
+                yield command
+            finally:
+                command.process.kill()
+                command.process.wait()
 
     def __enter__(self) -> "GatewayProcess":
         try:
