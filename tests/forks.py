@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -46,7 +47,9 @@ class Fork:
 
     def __init__(self, server: "ForkServer", pid: int) -> None:
         self._server = server
+        self._reaping = threading.Lock()  # a second thread that waits would ask for what is nobody's any more
         self._ended = os.pidfd_open(pid)  # readable once it has
+        weakref.finalize(self, os.close, self._ended)
         self.pid = pid
         self.returncode: int | None = None
 
@@ -65,19 +68,17 @@ class Fork:
         if self.returncode is None:
             ready = select.poll()
             ready.register(self._ended, select.POLLIN)
-            if ready.poll(None if timeout_s is None else timeout_s * 1000):
-                self.returncode = os.waitstatus_to_exitcode(self._server.ask(reap=self.pid))
-                os.close(self._ended)
+            if not ready.poll(None if timeout_s is None else timeout_s * 1000):
+                return None
+            with self._reaping:
+                if self.returncode is None:
+                    self.returncode = os.waitstatus_to_exitcode(self._server.ask(reap=self.pid))
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
         """Nothing where it has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
-
-    def terminate(self) -> None:
-        """SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -114,8 +115,8 @@ class ForkServer:
 
     def _makes_no_difference(self, environment: Mapping[str, str]) -> bool:
         with self._lock:
-            self._begin()
-        other = {name for name, _ in self._environment.items() ^ dict(environment).items()}
+            self._begin()  # its environment is what this one's is by then
+        other = {name for name, _ in self._environment.items() ^ environment.items()}
         return all(name.startswith(_READ_LATE) for name in other)
 
     def _begin(self) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -60,14 +61,28 @@ def test_a_fork_passes_failpoints_and_dies_of_them(server: ForkServer, serve: li
 
 
 def test_what_acts_while_a_program_is_loaded_is_executed(server: ForkServer) -> None:
-    for name in ("LD_PRELOAD", "PYTHONHASHSEED", "GRPC_TRACE"):
-        assert not run(server.start, ["--version"], {**os.environ, name: "" if name == "LD_PRELOAD" else "0"})[3]
+    for name, value in (("LD_PRELOAD", ""), ("PYTHONHASHSEED", "0"), ("GRPC_TRACE", "0")):
+        assert not run(server.start, ["--version"], {**os.environ, name: value})[3]
+
+
+def test_what_forks_has_loaded_grpc_as_a_command_does(server: ForkServer) -> None:
+    """With its fork handlers movers would die before they are born."""
+    assert run(server.start, ["--version"], os.environ)[3]
+    assert psutil.Process(server.pid).environ()["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+
+
+def test_several_threads_wait_for_one_fork(server: ForkServer, serve: list[str]) -> None:
+    with tempfile.TemporaryFile() as out, ThreadPoolExecutor(8) as pool:
+        process = server.start(serve, {**os.environ, "FOREBAY_FAILPOINTS": "catalog.before_commit=sleep:60"}, out, out)
+        waiting = [pool.submit(process.wait, 30) for _ in range(8)]
+        process.kill()
+        assert [each.result() for each in waiting] == [-signal.SIGKILL] * 8
+    assert run(server.start, ["--version"], os.environ)[3]  # it still answers
 
 
 def test_a_fork_that_has_ended_keeps_its_id_until_it_is_waited_for(server: ForkServer) -> None:
     with tempfile.TemporaryFile() as out:
         process = server.start(["--version"], os.environ, out, out)
-        psutil.wait_procs([psutil.Process(process.pid)], 0)
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             assert process.pid in [child.pid for child in psutil.Process(server.pid).children()]
         process.send_signal(signal.SIGKILL)  # nobody's

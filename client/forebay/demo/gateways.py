@@ -201,7 +201,7 @@ class GatewayProcess:
         return result
 
     @contextlib.contextmanager
-    def begun(self, *arguments: str) -> Iterator["Command"]:
+    def begun(self, *arguments: str) -> Iterator[Command]:
         """A command under way against this gateway; it has ended when the block is left."""
         environment = {**_without_settings(os.environ), **self.environment, "FOREBAY_ADDRESS": self.address}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
