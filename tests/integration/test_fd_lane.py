@@ -19,6 +19,7 @@ import pytest
 
 import forebay
 from forebay.demo.gateways import GatewayProcess, posix_tier
+from forebay.demo.seaweedfs import free_ports
 from forebay.errors import Corrupt, ForebayError, InvalidArgument, NotFound, Unavailable, Unsupported
 from forebay.lanes.memory import aligned
 from forebay.sources import source_of
@@ -149,16 +150,10 @@ def test_auto_takes_it_for_what_is_large(gateway: GatewayProcess) -> None:
         assert sum(map(len, client.open("r", 1).stream("large"))) == len(BIG)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_where_it_is_not_offered(make: MakeGateway, tmp_path: Path) -> None:
     """Over TCP nothing proves that client and gateway share a host; a socket may be out of reach, or have too long a path."""
     gateway = make()
-    port = free_port()
+    (port,) = free_ports(1)
     text = gateway.config.read_text()
     gateway.config.write_text(text.replace(f'["{gateway.address}"]', f'["{gateway.address}", "127.0.0.1:{port}"]'))
     gateway.start()

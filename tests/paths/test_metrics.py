@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forebay.demo.seaweedfs import free_ports
 from forebay_gateway.cache.layout import CacheDir
 from forebay_gateway.core.errors import DiskFailed, StartupError
 from forebay_gateway.core.records import UploadRow
 from paths.kit import client_of, serving, tier, until
 
 Figures = dict[tuple[str, ...], float]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 async def scraped(port: int) -> Figures:
@@ -38,7 +33,7 @@ async def scraped(port: int) -> Figures:
 
 async def test_figures_follow_the_gateway(tmp_path: Path) -> None:
     (tmp_path / "pfs").mkdir()
-    port = free_port()
+    (port,) = free_ports(1)
     metrics = f'[metrics]\nlisten = "127.0.0.1:{port}"\n'
     async with serving(tmp_path, tier(tmp_path / "pfs"), metrics) as gateway, client_of(gateway) as client:
         await until(lambda: gateway.node.tiers["pfs"].state.value == "ok")
@@ -87,7 +82,7 @@ async def test_write_through_names_its_tier(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(CacheDir, "try_writing", fail)  # so that it does not work again by itself
     (tmp_path / "pfs").mkdir()
-    port = free_port()
+    (port,) = free_ports(1)
     metrics = f'[metrics]\nlisten = "127.0.0.1:{port}"\n'
     async with serving(tmp_path, tier(tmp_path / "pfs"), metrics) as gateway:
         await until(lambda: gateway.node.tiers["pfs"].state.value == "ok")

@@ -3,8 +3,10 @@
 Owns starting, waiting and stopping. Knows nothing of Forebay: standard library and botocore only.
 """
 
+import contextlib
 import copy
 import json
+import secrets
 import shutil
 import socket
 import subprocess
@@ -22,19 +24,27 @@ ACCESS_KEY = "forebay-test"
 SECRET_KEY = "forebay-test-secret"
 REGION = "us-east-1"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
+_PORTS = range(15_000, 32_000)
 STOP_GRACE_S = 1.0  # it takes 15 s to end by itself, and what it was sent is in its files by then
 _ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports free a moment ago; all held at once, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Ports free a moment ago; all held at once, so that they differ. None of those that the system gives to connections: one
+    could take it before the server has.
+    """
+    held: dict[int, socket.socket] = {}
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(held) < count:
+            port = secrets.choice(_PORTS)
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # another's
+                each = stack.enter_context(socket.socket())
+                each.bind(("127.0.0.1", port))
+                held[port] = each
+                stack.pop_all()
+        return list(held)
     finally:
-        for each in sockets:
+        for each in held.values():
             each.close()
 
 
