@@ -267,7 +267,7 @@ class Trainer:
         """Nothing half done, and nothing but these checkpoints' files."""
         uploads = self.uploads()
         self.leaks.uploads += uploads
-        left = {str(path) for path in (*self.pfs.rglob(f"{TEMP}*"), *self.pfs.glob(".forebay/probe/*"))}
+        left = self.temporary_files()
         wanted = set().union(*(self._files_of(step) for step in steps))
         for names in self.on_tiers():
             there = {name for name in names if not name.startswith(".forebay/")}
@@ -275,7 +275,7 @@ class Trainer:
             left |= there - wanted
             self.leaks.looked_at += len(there)
         self.leaks.files += sorted(left)
-        assert (uploads, left) == ([], set())
+        assert not uploads and not left, (uploads, left)
 
     def _files_of(self, step: int) -> set[str]:
         """Keys of the checkpoint's shards and documents, by its manifest, which must name what was acknowledged."""
@@ -283,6 +283,10 @@ class Trainer:
         assert {name for part in manifest.parts for name in part.names()} == set(self.log.shards(step))
         shards = {shard_key(RUN, step, SESSION, file.name) for _, file, _ in manifest.files()}
         return shards | {part_key(RUN, step, SESSION, 0), manifest_key(RUN, step)}
+
+    def temporary_files(self) -> set[str]:
+        """On the directory, and what a probe has left there."""
+        return {str(path) for path in (*self.pfs.rglob(f"{TEMP}*"), *self.pfs.glob(".forebay/probe/*"))}
 
     def await_deletions(self, steps: Iterable[int]) -> None:
         """Until no other steps than these have anything on a tier: a deletion goes on after its answer."""

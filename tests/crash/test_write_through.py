@@ -3,7 +3,7 @@ nothing is left on a tier, and once the disk works again every tier has all of i
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -140,6 +140,27 @@ def test_a_kill_while_what_a_kill_has_left_is_tidied(bench: Bench, first: str, k
     save_and_wait(bench, first)
     bench.check_settled({1})
     died(f"{first}-{kill}-tidied", kill, "through.tidied")
+
+
+def test_what_a_kill_has_left_is_tidied_while_its_shard_comes_again(bench: Bench, first: str) -> None:
+    start_failing(bench, first, "through.before_publish")
+    body = content((1, "weights/a.bin"), LARGE)
+    with bench.client(retry_s=0.0) as client, contextlib.suppress(ForebayError):
+        client.checkpoint(RUN, 1, session=SESSION).put("weights/a.bin", body)
+    assert bench.gateway.wait_exit() == -9
+    assert bench.uploads() or bench.temporary_files()
+    bench.gateway.start()
+
+    def pieces() -> Iterator[bytes]:
+        yield body[:MIDDLE]
+        until(lambda: not bench.uploads() and not bench.temporary_files(), "what was begun is ended, however long this takes")
+        yield body[MIDDLE:]
+
+    with bench.client() as client, client.checkpoint(RUN, 1, session=SESSION) as part:
+        receipt = part.put("weights/a.bin", pieces())
+        bench.log.acknowledged[1, "weights/a.bin"] = (receipt.size, receipt.crc32c)
+        bench.commit(part)
+    bench.check_settled({1})
 
 
 def test_a_kill_while_an_aborted_part_leaves_its_tier(bench: Bench, first: str) -> None:

@@ -9,6 +9,7 @@ from forebay_gateway.base import failpoints
 from forebay_gateway.base.durable import TEMP_PREFIX
 from forebay_gateway.core.errors import Unavailable
 from forebay_gateway.core.layout import current_key, manifest_key
+from forebay_gateway.paths.passing import Passing
 from forebay_gateway.tiers.base import ObjectInfo
 from forebay_gateway.tiers.stream import Checksums, Publish
 from model.stand_ins import TemporaryThenName
@@ -241,18 +242,23 @@ async def test_without_versions_what_the_next_try_is_at_is_left_alone(world: Wor
     await put_without_an_answer(world, monkeypatch, 1, 0, "x")
     near, given_up = world.paths.node.tiers["near"].tier, list[str]()
     abort_upload = near.abort_upload
+    left = [note.upload_id for _, note in world.paths.through.tidier._noted("near") if isinstance(note, Passing)]
 
     async def abort(key: str, upload_id: str) -> None:
         given_up.append(upload_id)
         await abort_upload(key, upload_id)
 
+    async def sweep(key: str) -> None:
+        given_up.append(f"all of {key}")
+
     async def tidy() -> None:
         with monkeypatch.context() as patched:
             patched.setattr(near, "abort_upload", abort)
+            patched.setattr(near, "sweep", sweep)
             await world.tidy()
 
     await world.put_through(1, 0, "x", OTHER, tidy)
-    assert given_up == []
+    assert given_up == left
     assert world.model.parts[1, 0] == {"x": OTHER}
 
 

@@ -240,15 +240,16 @@ class Tidier:
     async def _end_passing(self, tier: MonitoredTier, passing: Passing, is_replaced: bool) -> bool:
         """Nothing half is left; what is whole is a shard of its part, as a sealed file without a row would be. Returns whether
         nothing is left to be done about it."""
-        if not is_replaced and passing.name in self._writes.under_way(passing.session_id):
-            return False  # by the next try, which must not lose what it has begun there
+        comes_again = not is_replaced and passing.name in self._writes.under_way(passing.session_id)
         if passing.upload_id:
             await tier.tier.abort_upload(passing.key, passing.upload_id)
-        else:
+        elif not (comes_again and passing.whole):  # a sweep would end what the next try, which a whole one stays for, has begun
             await tier.tier.sweep(passing.key)
         failpoints.hit("through.tidied")
         if not passing.whole:
             return True
+        if comes_again:
+            return False  # then it is known which of the two is the shard
         if is_replaced:  # perhaps: who is about to write it may fail half-way
             return bool(passing.version) and await self._end_leaving(tier, passing.leaving(passing.version), is_claimed=True)
         if passing.dropped:
