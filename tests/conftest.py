@@ -24,9 +24,6 @@ from soak.form import OWN
 if TYPE_CHECKING:
     from forebay.demo.seaweedfs import SeaweedFS
 
-# What an assertion compared is told also where it stands in a kit, which pytest would not see by itself.
-pytest.register_assert_rewrite("catalog", "conformance", "crash", "faults", "integration", "model", "paths")
-
 # A shared machine stalls now and then; an example that takes long is no defect.
 settings.register_profile("forebay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("forebay")
@@ -45,6 +42,8 @@ _GRACE_S = 3.0
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "expected_logs(*parts): warnings and errors whose message holds a part are meant")
+    # What an assertion compared is told also where it stands in a kit, which pytest would not see by itself.
+    pytest.register_assert_rewrite("catalog", "conformance", "crash", "faults", "integration", "model", "paths")
 
 
 @pytest.fixture(scope="session", autouse=True)
