@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ from soak.form import OWN
 
 if TYPE_CHECKING:
     from forebay.demo.seaweedfs import SeaweedFS
+
+# What an assertion compared is told also where it stands in a kit, which pytest would not see by itself. (This file is imported
+# again by name, when they are there.)
+_WITH_KITS = {"catalog", "conformance", "crash", "faults", "integration", "model", "paths"}
+pytest.register_assert_rewrite(*_WITH_KITS - sys.modules.keys())
 
 # A shared machine stalls now and then; an example that takes long is no defect.
 settings.register_profile("forebay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,8 +48,6 @@ _GRACE_S = 3.0
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "expected_logs(*parts): warnings and errors whose message holds a part are meant")
-    # What an assertion compared is told also where it stands in a kit, which pytest would not see by itself.
-    pytest.register_assert_rewrite("catalog", "conformance", "crash", "faults", "integration", "model", "paths")
 
 
 @pytest.fixture(scope="session", autouse=True)
