@@ -160,7 +160,7 @@ async def _rebuild(config: Config, source: str, apply: bool, force: bool, begun:
         await recover(node)
         commits = CommitPath(node, WritePath(node, Evictor(node)))
         on_tiers = await adopt_from_tiers(node, Finder(node, commits.drop_open))
-        marks = await node.marks.restore(node.rebuilt)  # once more, for what only the tiers know
+        marks = await node.marks.restore()  # once more, for what only the tiers know
         with node.catalog.read() as txn:
             checkpoints = sum(1 for run in txn.runs() for _ in txn.checkpoints(run))
         away = tuple(tier.name for tier in node.unreachable_tiers())

@@ -31,6 +31,7 @@ STARTS_MAX = 3  # what a supervisor would try before it gives up
 STANDING = [
     ("value of copies", 0, 3),
     ("value of databases", 0, 3),
+    ("key of checkpoints", 0, 8),  # a pinned one's
     ("value of databases", sorted(DATABASE_NAMES).index("copies"), 41),
 ]
 RUNS = {"team/drained": "s1", "team/waiting": "s2", "team/packs": "s3"}

@@ -195,7 +195,7 @@ class CommitPath:
         part."""
         async with self._turn(session_id, writer):
             with self._node.catalog.read() as txn:
-                part = txn.part(session_id, writer)
+                session, part = txn.session(session_id), txn.part(session_id, writer)
             if part is not None and part.state is PartState.OPEN:
                 # What a failed commit could not remove would be taken for a commit by the next start.
                 await self._node.io.run(self._node.cache.remove_part_files, session_id, writer)
@@ -208,6 +208,8 @@ class CommitPath:
         paths = [self._node.cache.shard_path(row.key) for row in rows if row.disk_size]
         await self._node.io.run(self._node.cache.unlink_many, paths)
         await self._node.io.run(self._node.cache.drop_session_dir, session_id)
+        if session is not None:
+            await self._node.marks.aborted(session.run, session.step)
         self._node.changes.tell()
         return sum(row.visible_count for row in rows)
 

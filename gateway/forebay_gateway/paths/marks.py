@@ -1,8 +1,8 @@
 """Pins, holds, deletions under way and roots of tiers: in the catalog, and in a document that outlives it.
 
     document durable -> catalog        at every change, so that the document never knows less than the catalog
-    catalog made anew -> what the document says is set again, for the checkpoints that are there; a pin of one that only a tier
-    still has waits in the document, until that is found again
+    each start -> what the catalog lacks of the document is set again, for the checkpoints that are there; a pin of one that is
+    not (only a tier has it after a rebuild; or the catalog is damaged) waits in the document, until that is found again
 
 Owns this order and what comes back after a rebuild. Never sets a mark for sessions that it was not given for.
 """
@@ -34,9 +34,11 @@ SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What did not come back: pins that found no checkpoint here; `problem` where the document itself is damaged."""
+    """What did not come back: pins that found no checkpoint here, `lost` those that had found one before; `problem` where the
+    document itself is damaged."""
 
     waiting: tuple[Pin, ...] = ()
+    lost: tuple[Pin, ...] = ()
     problem: str = ""
 
     @property
@@ -124,14 +126,21 @@ class MarkKeeper:
             if self._marks != known:
                 await self._try_write(self._marks)
 
+    async def aborted(self, run: str, step: int) -> None:
+        """Of a part; a pin goes with the checkpoint's last one, and does not wait for it."""
+        async with self._lock:
+            if Pin(run, step) in self._known().pins:
+                self._marks = None
+                await self._try_write(self._known())
+
     def waiting_steps(self, run: str) -> set[int]:
         """Steps of the run whose pins wait for their checkpoints."""
         return {pin.step for pin in self._waiting if pin.run == run}
 
-    async def restore(self, rebuilt: bool) -> Restored:
+    async def restore(self) -> Restored:
         """Set the marks again that the catalog does not have, for checkpoints that are there; the document then follows it.
 
-        Pins of others wait where the catalog was `rebuilt`, and are dropped else: those checkpoints went.
+        Pins of others wait: what is pinned is not deleted, so the catalog has lost them.
         """
         try:
             document = await asyncio.to_thread(read_marks, self._cache.path)
@@ -143,7 +152,7 @@ class MarkKeeper:
             self._document = None if problem else document
             restored = Restored(problem=problem)
             if document is not None and self._known() != document:
-                restored = replace(await self._catalog.write(partial(_apply, document, rebuilt), frees=True), problem=problem)
+                restored = replace(await self._catalog.write(partial(_apply, document), frees=True), problem=problem)
             self._marks = None
             self._waiting = frozenset(restored.waiting)
             if document is not None or self._known() != Marks():  # a first start leaves no document
@@ -236,13 +245,12 @@ async def restore_settings(cache: CacheDir, catalog: Catalog) -> None:
         await catalog.write(act, frees=True)
 
 
-def _apply(marks: Marks, rebuilt: bool, txn: WriteTxn) -> Restored:
+def _apply(marks: Marks, txn: WriteTxn) -> Restored:
     waiting = []
     for pin in {*marks.pins, *marks.waiting}:
         row = txn.checkpoint(pin.run, pin.step)
         if row is None:
-            if rebuilt or pin in marks.waiting:
-                waiting.append(pin)
+            waiting.append(pin)
         elif not row.pinned:
             txn.set_pinned(pin.run, pin.step, True)
     for going in marks.going:
@@ -250,4 +258,4 @@ def _apply(marks: Marks, rebuilt: bool, txn: WriteTxn) -> Restored:
         # Else it has ended, or was begun anew by a session that nobody asked to delete.
         if row is not None and not row.deleting and set(row.session_ids) <= set(going.session_ids):
             txn.mark_deleting(going.run, going.step)
-    return Restored(tuple(sorted(waiting)))
+    return Restored(tuple(sorted(waiting)), tuple(sorted({*waiting}.difference(marks.waiting))))

@@ -132,8 +132,8 @@ async def _compare(node: Node, session_ids: Sequence[int]) -> list[FoundFile]:
 
 async def _restore_marks(node: Node) -> None:
     """What an operator had asked for, where the catalog does not know it any more."""
-    restored = await node.marks.restore(node.rebuilt)
-    if restored.problem or (restored.waiting and node.rebuilt):
+    restored = await node.marks.restore()
+    if restored.problem or restored.lost or (restored.waiting and node.rebuilt):
         log.warning("%s", restored.sentence)
         node.alarms["marks"] = (restored.sentence, "look at what is pinned (`forebay ls`), and delete again what was to go")
 
