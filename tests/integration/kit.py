@@ -5,6 +5,7 @@ Owns no servers: the gateways come from conftest. Everything here is real: proce
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import threading
@@ -144,7 +145,12 @@ class Job:
 
 def files_below(root: Path) -> dict[str, bytes]:
     """Relative path: content."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    found = {}
+    for directory, _, names in os.walk(root):  # which a directory that goes meanwhile does not disturb
+        for path in (Path(directory, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                found[str(path.relative_to(root))] = path.read_bytes()
+    return found
 
 
 def together(acts: Iterable[Callable[[], object]]) -> None:

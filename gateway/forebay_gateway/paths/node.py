@@ -168,6 +168,13 @@ class Node:
         """Those that may be asked now, nearest first."""
         return [tier for tier in self.tiers.values() if tier.usable]
 
+    async def tiers_looked_at(self, timeout_s: float) -> None:
+        """Until each tier was looked at once since the start, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for tier in self.tiers.values():
+                    await tier.looked_at.wait()
+
     def unreachable_tiers(self) -> list[MonitoredTier]:
         """Those that may hold things we cannot see now."""
         return [tier for tier in self.tiers.values() if not tier.usable]

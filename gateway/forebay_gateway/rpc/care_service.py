@@ -3,8 +3,8 @@
 Owns decoding and encoding, and which calls take the maintenance lock.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from forebay_gateway.core.errors import InvalidArgument
@@ -26,6 +26,8 @@ from forebay_gateway.rpc.sending import Sending
 from forebay_gateway.rpc.status import Context, answers, streams
 from forebay_wire.names import InvalidName, check_run
 from forebay_wire.v1 import admin_pb2 as pb
+
+FIRST_LOOK_S = 5.0
 
 
 @dataclass
@@ -53,16 +55,23 @@ class CareService:
         self._lock = Maintenance()
         self.sending = Sending(node.config.node.stream_timeout)
 
+    @asynccontextmanager
+    async def _command(self, name: str) -> AsyncIterator[None]:
+        """Alone, and with tiers that were looked at: right after a start a command would leave out what is there."""
+        with self._lock.hold(name):
+            await self._node.tiers_looked_at(FIRST_LOOK_S)
+            yield
+
     @streams
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> AsyncGenerator[pb.CopyReport, None]:
         """See admin.proto."""
         check_name(request.run)
-        with self._lock.hold("verify"):
-            async with aclosing(self._care.verify.verify(request.run, request.step, request.source)) as reports:
-                async for report in reports:
-                    yield pb.CopyReport(
-                        name=report.name, where=report.where, state=report.verdict, size=report.size, reason=report.reason
-                    )
+        verified = self._care.verify.verify(request.run, request.step, request.source)
+        async with self._command("verify"), aclosing(verified) as reports:
+            async for report in reports:
+                yield pb.CopyReport(
+                    name=report.name, where=report.where, state=report.verdict, size=report.size, reason=report.reason
+                )
 
     @answers
     async def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubStatus:
@@ -88,18 +97,16 @@ class CareService:
     @streams
     async def Fsck(self, request: pb.FsckRequest, context: Context) -> AsyncGenerator[pb.Finding, None]:
         """See admin.proto."""
-        with self._lock.hold("fsck"):
-            async with aclosing(self._care.check.check(request.deep)) as findings:
-                async for found in findings:
-                    yield finding(found)
+        async with self._command("fsck"), aclosing(self._care.check.check(request.deep)) as findings:
+            async for found in findings:
+                yield finding(found)
 
     @streams
     async def Repair(self, request: pb.RepairRequest, context: Context) -> AsyncGenerator[pb.Finding, None]:
         """See admin.proto."""
-        with self._lock.hold("repair"):
-            async with aclosing(self._care.repair.repair(request.apply, request.deep)) as findings:
-                async for found in findings:
-                    yield finding(found)
+        async with self._command("repair"), aclosing(self._care.repair.repair(request.apply, request.deep)) as findings:
+            async for found in findings:
+                yield finding(found)
 
     @streams
     async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> AsyncGenerator[pb.Quarantined, None]:
@@ -114,7 +121,7 @@ class CareService:
     @answers
     async def ReleaseQuarantine(self, request: pb.ReleaseQuarantineRequest, context: Context) -> pb.Quarantined:
         """See admin.proto."""
-        with self._lock.hold("quarantine release"):
+        async with self._command("quarantine release"):
             return quarantined(await self._care.quarantine.release(request.id, request.force, dry_run=request.dry_run))
 
     @streams
@@ -122,7 +129,7 @@ class CareService:
         """See admin.proto."""
         if request.older_than_s < 0:
             raise InvalidArgument("an age is not negative", older_than_s=request.older_than_s)
-        with self._lock.hold("gc"):
+        async with self._command("gc"):
             act = self._care.collect.collect if request.apply else self._care.collect.survey
             for item in await act(request.older_than_s):
                 yield garbage(item)
@@ -132,10 +139,10 @@ class CareService:
         """See admin.proto."""
         if request.run:
             check_name(request.run)
-        with self._lock.hold("retain"):
-            async with aclosing(fates_of(self._care.expiries.values(), request.run, apply=request.apply)) as fates:
-                async for each in fates:
-                    yield fate(each)
+        found = fates_of(self._care.expiries.values(), request.run, apply=request.apply)
+        async with self._command("retain"), aclosing(found) as fates:
+            async for each in fates:
+                yield fate(each)
 
     @answers
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.Moved:

@@ -3,6 +3,7 @@
 Owns the tier's state as people see it. "away" only makes queues longer; it never means that something is absent.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -54,6 +55,7 @@ class MonitoredTier:
         self.rate = Rate(clock)
         self._pause_s = PROBE_PAUSE_S_MIN
         self.after_probe: Callable[[Capabilities], Awaitable[None]] | None = None
+        self.looked_at = asyncio.Event()  # once, whatever came of it
         self._listeners: list[Callable[[], None]] = []
         self._failure_listeners: list[Callable[[], None]] = []
 
@@ -101,6 +103,8 @@ class MonitoredTier:
         else:
             self.worked()
             return PROBE_PAUSE_S_MAX
+        finally:
+            self.looked_at.set()
         pause_s, self._pause_s = self._pause_s, min(PROBE_PAUSE_S_MAX, self._pause_s * 2)
         return pause_s
 
