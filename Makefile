@@ -57,7 +57,7 @@ ROUNDS ?= 200
 FUZZ_S ?= 1800
 JOBS ?= 2
 SOAK := $(CURDIR)/.bench/soak
-soak: $(VENV)/.soak
+soak: $(VENV)/.installed
 	rm -rf $(SOAK) && mkdir -p $(SOAK)
 	@failed=; part() { echo "$$@"; "$$@" || failed="$$failed; $$*"; }; \
 	part env FOREBAY_SOAK=1 FOREBAY_CRASH_ROUNDS=$(ROUNDS) FOREBAY_RESULTS=$(SOAK) $(BIN)/python -m pytest -n $(JOBS) \
@@ -67,11 +67,6 @@ soak: $(VENV)/.soak
 	part $(BIN)/python tests/soak/mutations.py --jobs $(JOBS) --json $(SOAK)/mutations.json; \
 	part $(BIN)/python tests/soak/report.py $(SOAK); \
 	test -z "$$failed" || { echo "make: these did not hold$$failed" >&2; exit 1; }
-
-# One safeguard lies in an integration: its tests need that library.
-$(VENV)/.soak: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[safetensors]'
-	touch $@
 
 demo: $(VENV)/.demo
 	$(BIN)/forebay demo

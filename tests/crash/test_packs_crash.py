@@ -149,6 +149,7 @@ def test_an_open_part_with_packs_is_found_again_without_a_catalog(bench: Bench) 
     some(
         list(product(("join.before_catalog", "join.before_unlink"), ("kept", "lost"))),
         ("join.before_unlink", "kept"),
+        ("join.before_unlink", "lost"),
     ),
 )
 def test_a_join_that_was_cut_short(bench: Bench, failpoint: str, catalog: str) -> None:

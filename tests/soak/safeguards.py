@@ -299,7 +299,7 @@ COMPARISONS = (
         "client/forebay/lanes/fd_map.py",
         "good = crc32c(whole[low : min(self._size, low + self._chunk_size)]) == self._crcs[index]",
         "good = True",
-        ("tests/client/test_client_safetensors.py",),
+        ("tests/client/test_client_mapped.py",),
     ),
     Mutation(
         "write-through: a chunk as it arrives",
